@@ -1,0 +1,392 @@
+//! The words of the protocol: what a claim is, who holds it, and what may happen to it next.
+//!
+//! Nothing here does I/O. The one table of transitions, [`on_claim`] and its sisters, is what
+//! [`MemoryStore`](crate::MemoryStore) runs and what [`PgStore`](crate::PgStore) repeats in SQL.
+//!
+//! ```text
+//!            claim                complete
+//!   (none) ───────▶ in_progress ───────────▶ done
+//!                    ▲   │  ▲
+//!       claim        │   │  │ claim, when the lease is over
+//!                    │   ▼  │ (new token, attempt + 1)
+//!                   failed ─┘
+//! ```
+
+use std::{fmt, sync::Arc, time::Duration};
+
+/// The longest event key, in bytes of UTF-8.
+///
+/// Postgres refuses a btree row of more than about 2,700 bytes, sooner or later depending on how
+/// well the value compresses. The limit is checked before the store is asked, so it never is.
+pub const MAX_KEY_BYTES: usize = 512;
+
+/// The longest scope, in bytes of UTF-8.
+pub const MAX_SCOPE_BYTES: usize = 255;
+
+/// Separates routes, providers or tenants: the same key in two scopes is two events.
+///
+/// 1 to [`MAX_SCOPE_BYTES`] bytes of UTF-8 without control characters; case matters.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Scope(Arc<str>);
+
+impl Scope {
+    /// Checks and takes a scope.
+    ///
+    /// # Errors
+    ///
+    /// [`TextError`] if it is empty, longer than [`MAX_SCOPE_BYTES`] bytes or has a control
+    /// character.
+    pub fn new(scope: impl AsRef<str>) -> Result<Self, TextError> {
+        let scope = scope.as_ref();
+        check_text(scope, MAX_SCOPE_BYTES)?;
+        Ok(Self(Arc::from(scope)))
+    }
+
+    /// The scope as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl TryFrom<&str> for Scope {
+    type Error = TextError;
+
+    fn try_from(scope: &str) -> Result<Self, TextError> {
+        Self::new(scope)
+    }
+}
+
+impl TryFrom<String> for Scope {
+    type Error = TextError;
+
+    fn try_from(scope: String) -> Result<Self, TextError> {
+        Self::new(scope)
+    }
+}
+
+/// The identity of one event: a key, always with its [`Scope`].
+///
+/// The key is 1 to [`MAX_KEY_BYTES`] bytes of UTF-8 without control characters; case matters.
+/// No key is ever cut or hashed to fit.
+///
+/// `Debug` shows the key shortened, since logs are not the place for what senders sent;
+/// [`as_str`](Self::as_str) is the whole key.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EventKey {
+    scope: Scope,
+    key: Arc<str>,
+}
+
+impl EventKey {
+    /// Checks and takes a key.
+    ///
+    /// # Errors
+    ///
+    /// [`TextError`] if the key is empty, longer than [`MAX_KEY_BYTES`] bytes or has a control
+    /// character.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tower_dedupe::{EventKey, Scope};
+    ///
+    /// let key = EventKey::new(Scope::new("stripe")?, "evt_1P8aZ2")?;
+    /// assert_eq!(key.as_str(), "evt_1P8aZ2");
+    /// assert!(EventKey::new(Scope::new("stripe")?, "line\nbreak").is_err());
+    /// # Ok::<(), tower_dedupe::TextError>(())
+    /// ```
+    pub fn new(scope: Scope, key: impl AsRef<str>) -> Result<Self, TextError> {
+        let key = key.as_ref();
+        check_text(key, MAX_KEY_BYTES)?;
+        Ok(Self { scope, key: Arc::from(key) })
+    }
+
+    /// The key as text, without its scope.
+    pub fn as_str(&self) -> &str {
+        &self.key
+    }
+
+    /// The scope of the key.
+    pub fn scope(&self) -> &Scope {
+        &self.scope
+    }
+}
+
+impl fmt::Debug for EventKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.scope, Shortened(&self.key))
+    }
+}
+
+/// Why a text cannot be an event key or a scope.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TextError {
+    /// The text is empty.
+    Empty,
+    /// The text is longer than the limit, in bytes.
+    TooLong {
+        /// How long it is.
+        bytes: usize,
+        /// How long it may be.
+        limit: usize,
+    },
+    /// The text has a control character, such as NUL or a line break.
+    ControlCharacter {
+        /// The byte at which it stands.
+        at: usize,
+    },
+}
+
+impl fmt::Display for TextError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty => f.write_str("is empty"),
+            Self::TooLong { bytes, limit } => {
+                write!(f, "is {bytes} bytes long, the limit is {limit}")
+            }
+            Self::ControlCharacter { at } => write!(f, "has a control character at byte {at}"),
+        }
+    }
+}
+
+impl std::error::Error for TextError {}
+
+/// Names one holder of a claim: 128 random bits, made by the client before the claim is sent.
+///
+/// Since the client makes it, a claim whose reply was lost can be asked again and gets the same
+/// answer. Since it is random, it never repeats for a key, not even after a release or a purge, so
+/// a holder that was superseded can change nothing.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ClaimToken([u8; 16]);
+
+impl ClaimToken {
+    /// A new token from the operating system's random generator.
+    ///
+    /// # Panics
+    ///
+    /// If the operating system has no randomness to give, which on the platforms that run tokio
+    /// happens only before the kernel has booted.
+    #[expect(clippy::expect_used, reason = "a token that might repeat would break the promise")]
+    pub fn random() -> Self {
+        let mut token = [0; 16];
+        getrandom::fill(&mut token).expect("the operating system gave no random bytes");
+        Self(token)
+    }
+
+    /// The token's bytes, as a store keeps them.
+    pub fn as_bytes(&self) -> &[u8; 16] {
+        &self.0
+    }
+}
+
+impl From<[u8; 16]> for ClaimToken {
+    fn from(bytes: [u8; 16]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Debug for ClaimToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Enough to tell two holders apart in a log.
+        let [a, b, c, d, ..] = self.0;
+        write!(f, "{a:02x}{b:02x}{c:02x}{d:02x}…")
+    }
+}
+
+/// A wish to hold a key, as a store receives it.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Claim {
+    /// The event.
+    pub key: EventKey,
+    /// Who asks.
+    pub token: ClaimToken,
+    /// How long the claim holds without renewal. More than zero.
+    pub lease: Duration,
+    /// How long the row of a failed or abandoned claim is kept after its lease.
+    pub retention: Duration,
+}
+
+impl Claim {
+    /// A claim with a new random token.
+    pub fn new(key: EventKey, lease: Duration, retention: Duration) -> Self {
+        Self { key, token: ClaimToken::random(), lease, retention }
+    }
+}
+
+/// What a store says to a [`Claim`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClaimOutcome {
+    /// The caller holds the key now, with the token it sent.
+    Claimed {
+        /// 1 for the first claim of a key, one more for each later one.
+        attempt: u32,
+    },
+    /// Somebody else holds it, and the lease is alive.
+    InProgress {
+        /// What is left of the lease.
+        lease_left: Duration,
+    },
+    /// The event was handled.
+    Done {
+        /// The status that the first success was answered with; `None` if it had none.
+        status: Option<u16>,
+    },
+}
+
+/// What a store says to a holder that completes or renews its claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Held {
+    /// The token still held the key: the change was made.
+    Yes,
+    /// The token holds the key no longer: nothing was changed.
+    Lost,
+}
+
+/// The state of a key's row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum State {
+    /// Claimed: a holder is at work, or died at it.
+    InProgress,
+    /// Handled. Final until its retention ends.
+    Done,
+    /// The last attempt failed; the key is free.
+    Failed,
+}
+
+impl State {
+    /// The state as the `status` column has it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::InProgress => "in_progress",
+            Self::Done => "done",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+impl std::str::FromStr for State {
+    type Err = UnknownState;
+
+    fn from_str(text: &str) -> Result<Self, UnknownState> {
+        match text {
+            "in_progress" => Ok(Self::InProgress),
+            "done" => Ok(Self::Done),
+            "failed" => Ok(Self::Failed),
+            _ => Err(UnknownState),
+        }
+    }
+}
+
+/// The error of a `status` that this version does not know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnknownState;
+
+impl fmt::Display for UnknownState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("is none of in_progress, done, failed")
+    }
+}
+
+impl std::error::Error for UnknownState {}
+
+/// A key's row as a store sees it at one instant of its own clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// The state.
+    pub state: State,
+    /// Whether the row's token is the caller's.
+    pub mine: bool,
+    /// The claims of this key so far.
+    pub attempt: u32,
+    /// What is left of the lease; zero if it is over.
+    pub lease_left: Duration,
+    /// Whether the row's retention is over, so that it counts as absent.
+    pub expired: bool,
+    /// The status of the first success.
+    pub response_status: Option<u16>,
+}
+
+/// What a claim does to the row it found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnClaim {
+    /// Nothing is written; this is the answer.
+    Answer(ClaimOutcome),
+    /// The row becomes the caller's, in progress, as this attempt.
+    Take {
+        /// The attempt to write.
+        attempt: u32,
+    },
+}
+
+/// The claim's line of the protocol: what a claim does to the row that the store found.
+pub fn on_claim(row: Option<&Row>) -> OnClaim {
+    let Some(row) = row else { return OnClaim::Take { attempt: 1 } };
+    if row.expired {
+        return OnClaim::Take { attempt: 1 };
+    }
+    let next = OnClaim::Take { attempt: row.attempt.saturating_add(1) };
+    match row.state {
+        State::Failed => next,
+        State::Done => OnClaim::Answer(ClaimOutcome::Done { status: row.response_status }),
+        State::InProgress if row.mine => {
+            OnClaim::Answer(ClaimOutcome::Claimed { attempt: row.attempt })
+        }
+        State::InProgress if row.lease_left.is_zero() => next,
+        State::InProgress => {
+            OnClaim::Answer(ClaimOutcome::InProgress { lease_left: row.lease_left })
+        }
+    }
+}
+
+/// Whether a completion finds its claim: in progress and mine (even if the lease is over), or done
+/// by me already.
+pub fn may_complete(row: &Row) -> bool {
+    row.mine && matches!(row.state, State::InProgress | State::Done)
+}
+
+/// Whether a failure or a renewal finds its claim: in progress and mine.
+pub fn may_change(row: &Row) -> bool {
+    row.mine && row.state == State::InProgress
+}
+
+/// Shows the first characters of a key and how much more there is.
+pub(crate) struct Shortened<'a>(pub(crate) &'a str);
+
+impl fmt::Display for Shortened<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut chars = self.0.char_indices();
+        match chars.nth(SHOWN_CHARS).map(|(at, _)| self.0.split_at(at)) {
+            Some((shown, rest)) => write!(f, "{}…(+{} bytes)", shown.escape_debug(), rest.len()),
+            None => write!(f, "{}", self.0.escape_debug()),
+        }
+    }
+}
+
+fn check_text(text: &str, limit: usize) -> Result<(), TextError> {
+    if text.is_empty() {
+        return Err(TextError::Empty);
+    }
+    if text.len() > limit {
+        return Err(TextError::TooLong { bytes: text.len(), limit });
+    }
+    match text.char_indices().find(|(_, c)| c.is_control()) {
+        Some((at, _)) => Err(TextError::ControlCharacter { at }),
+        None => Ok(()),
+    }
+}
+
+const SHOWN_CHARS: usize = 12;
