@@ -376,7 +376,7 @@ impl fmt::Display for Shortened<'_> {
     }
 }
 
-fn check_text(text: &str, limit: usize) -> Result<(), TextError> {
+pub(crate) fn check_text(text: &str, limit: usize) -> Result<(), TextError> {
     if text.is_empty() {
         return Err(TextError::Empty);
     }
