@@ -227,6 +227,44 @@ impl Claim {
     }
 }
 
+/// What a handler is told about the delivery it handles: the event's key and which attempt this is.
+///
+/// The layer puts it into the request's extensions. With feature `axum` it is an extractor.
+/// Pass the key on as the idempotency key of whatever the handler calls; an `attempt` above 1 says
+/// that an earlier attempt failed or died, perhaps after part of the work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClaimInfo {
+    key: EventKey,
+    attempt: u32,
+}
+
+impl ClaimInfo {
+    /// The information as the layer hands it on; public so that handlers can be tested alone.
+    pub fn new(key: EventKey, attempt: u32) -> Self {
+        Self { key, attempt }
+    }
+
+    /// The event key as text.
+    pub fn key(&self) -> &str {
+        self.key.as_str()
+    }
+
+    /// The scope as text.
+    pub fn scope(&self) -> &str {
+        self.key.scope().as_str()
+    }
+
+    /// Key and scope together.
+    pub fn event_key(&self) -> &EventKey {
+        &self.key
+    }
+
+    /// 1 for the first claim of the key, one more for each later one.
+    pub fn attempt(&self) -> u32 {
+        self.attempt
+    }
+}
+
 /// What a store says to a [`Claim`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClaimOutcome {

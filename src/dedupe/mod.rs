@@ -1,0 +1,348 @@
+//! The protocol without HTTP: claim, run, settle.
+//!
+//! [`Deduplicator::run`] is what [`DedupeLayer`](crate::DedupeLayer) stands on. Use it by itself
+//! for what does not arrive as one HTTP request per event: queue consumers, or handlers that find
+//! many events in one request.
+
+mod config;
+mod drain;
+mod guard;
+mod keeper;
+
+use std::{
+    any::Any,
+    fmt,
+    future::{Future, poll_fn},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    pin::pin,
+    sync::{Arc, OnceLock},
+    task::Poll,
+    time::Duration,
+};
+
+use tokio::{runtime, select};
+use tracing::Instrument;
+
+use self::{
+    config::Settings,
+    drain::{Flight, Permit},
+    guard::{Granted, Guard},
+    keeper::Keeper,
+};
+use crate::{
+    claim::{ClaimInfo, EventKey},
+    store::{ClaimStore, StoreError},
+};
+
+pub(crate) use self::config::within;
+pub use self::config::{ConfigError, DeduplicatorBuilder, LeaseLost};
+
+/// Runs work at most once at a time for each event key, and never again once it succeeded.
+///
+/// Cloning is cheap; clones share their bound of deliveries in flight and are drained together.
+///
+/// # Examples
+///
+/// A queue consumer acknowledges a message only when its event is handled:
+///
+/// ```
+/// use tower_dedupe::{Deduplicator, EventKey, MemoryStore, Outcome, Scope};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let dedupe = Deduplicator::new(MemoryStore::new());
+/// let key = EventKey::new(Scope::new("orders")?, "order-17")?;
+///
+/// let work = |info: tower_dedupe::ClaimInfo| async move {
+///     // … the work; `info.attempt()` says whether somebody tried before.
+///     Ok::<_, std::io::Error>(info.attempt())
+/// };
+/// assert!(matches!(dedupe.run(key.clone(), work).await?, Outcome::Ran(1)));
+/// assert!(matches!(dedupe.run(key, work).await?, Outcome::Duplicate));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Deduplicator {
+    shared: Arc<Shared>,
+}
+
+impl Deduplicator {
+    /// A deduplicator with the defaults that [`DeduplicatorBuilder`] documents.
+    pub fn new(store: impl ClaimStore) -> Self {
+        DeduplicatorBuilder::new(store).into_checked()
+    }
+
+    /// A deduplicator with other settings.
+    pub fn builder(store: impl ClaimStore) -> DeduplicatorBuilder {
+        DeduplicatorBuilder::new(store)
+    }
+
+    /// The store that holds the claims.
+    pub fn store(&self) -> &dyn ClaimStore {
+        &*self.shared.store
+    }
+
+    /// Claims the key, runs the work, and marks the key done if the work returns `Ok`. An `Err`, a
+    /// panic or a cancellation frees the key at once.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError`]: the work's own error, or why it could not be run. In every case the event is
+    /// not done and may be offered again.
+    ///
+    /// # Panics
+    ///
+    /// If the work panics: the key is freed, then the panic goes on into the caller.
+    ///
+    /// # Cancellation
+    ///
+    /// By default the work runs on a task of its own: dropping this future does not stop it, it
+    /// ends and is marked done. With
+    /// [`detached(false)`](DeduplicatorBuilder::detached) it is dropped with this future and its
+    /// key is freed in the background.
+    pub async fn run<F, Fut, T, E>(&self, key: EventKey, work: F) -> Result<Outcome<T>, RunError<E>>
+    where
+        F: FnOnce(ClaimInfo) -> Fut + Send + 'static,
+        Fut: Future<Output = Result<T, E>> + Send + 'static,
+        T: Send + 'static,
+        E: Send + 'static,
+    {
+        match self.deliver(key, Fallible(work)).await {
+            Delivery::Ran(Ok(value)) => Ok(Outcome::Ran(value)),
+            Delivery::Ran(Err(error)) => Err(RunError::Work(error)),
+            Delivery::Cut => Err(RunError::Cancelled),
+            Delivery::NotRun(NotRun::Done { .. }, _) => Ok(Outcome::Duplicate),
+            Delivery::NotRun(NotRun::InProgress { lease_left }, _) => {
+                Ok(Outcome::InProgress { lease_left })
+            }
+            Delivery::NotRun(NotRun::Busy, _) => Err(RunError::TooManyInFlight),
+            Delivery::NotRun(NotRun::Store(error), _) => Err(RunError::Store(error)),
+        }
+    }
+
+    /// Takes no new deliveries, waits for those in flight, and cuts those that have not ended
+    /// within `patience`: their work is dropped and their keys are freed. Says how many were cut.
+    ///
+    /// Call it after the server has stopped accepting and before the runtime and the store go:
+    /// work that runs detached is not known to the server's own graceful shutdown.
+    ///
+    /// It ends at the latest one [`settle_timeout`](DeduplicatorBuilder::settle_timeout) after
+    /// `patience`; what could not be freed by then is free when its lease ends.
+    pub async fn drain(&self, patience: Duration) -> usize {
+        self.shared.flight.drain(patience, self.shared.settings.settle_timeout).await
+    }
+
+    /// Claim, run, settle; gives the work back if it was not run.
+    pub(crate) async fn deliver<W: Work>(&self, key: EventKey, work: W) -> Delivery<W> {
+        let Some(permit) = self.shared.flight.enter() else {
+            return Delivery::NotRun(NotRun::Busy, work);
+        };
+        let delivery = claim_run_settle(self.shared.clone(), permit, key, work);
+        if !self.shared.settings.detached {
+            return delivery.await;
+        }
+        match tokio::spawn(delivery.in_current_span()).await {
+            Ok(delivery) => delivery,
+            Err(error) => match error.try_into_panic() {
+                Ok(panic) => resume_unwind(panic),
+                // The runtime is shutting down.
+                Err(_) => Delivery::Cut,
+            },
+        }
+    }
+
+    /// How a key is shown in logs: shortened, or hashed.
+    pub(crate) fn shown<'a>(&self, key: &'a EventKey) -> config::Shown<'a> {
+        self.shared.settings.shown(key)
+    }
+}
+
+/// What became of an event that was offered to [`Deduplicator::run`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Outcome<T> {
+    /// The work ran and succeeded, and the key is done: acknowledge the event.
+    Ran(T),
+    /// The event was handled before: acknowledge it.
+    Duplicate,
+    /// Another holder is at work: offer the event again later, never acknowledge it now.
+    InProgress {
+        /// What is left of the other's lease. It may be renewed, or end sooner with the work.
+        lease_left: Duration,
+    },
+}
+
+/// Why [`Deduplicator::run`] did not bring an event to its end.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum RunError<E> {
+    /// The work ran and returned this error. The key is free.
+    Work(E),
+    /// The store failed while the key was claimed. The work was not run.
+    Store(StoreError),
+    /// As much is in flight as [`max_in_flight`](DeduplicatorBuilder::max_in_flight) allows, or the
+    /// deduplicator is drained. The work was not run.
+    TooManyInFlight,
+    /// The work was dropped before its end: the drain's patience was over, the runtime shut down,
+    /// or the lease was lost under [`LeaseLost::Cancel`].
+    Cancelled,
+}
+
+impl<E: fmt::Display> fmt::Display for RunError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Work(error) => error.fmt(f),
+            Self::Store(error) => error.fmt(f),
+            Self::TooManyInFlight => f.write_str("too many events in flight, try again later"),
+            Self::Cancelled => f.write_str("the work was dropped before its end"),
+        }
+    }
+}
+
+impl<E: std::error::Error> std::error::Error for RunError<E> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Work(error) => error.source(),
+            Self::Store(error) => std::error::Error::source(error),
+            Self::TooManyInFlight | Self::Cancelled => None,
+        }
+    }
+}
+
+/// What a claim is for: started once the key is claimed, judged when it ends.
+pub(crate) trait Work: Send + 'static {
+    /// What the caller gets.
+    type Output: Send + 'static;
+
+    /// Does the work and says whether it succeeded.
+    fn start(self, info: ClaimInfo) -> impl Future<Output = (Self::Output, Verdict)> + Send;
+}
+
+/// Whether a piece of work succeeded.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Verdict {
+    /// The event is handled; duplicates are answered with this status.
+    Done(Option<u16>),
+    /// The event is not handled; the next delivery runs again.
+    Failed,
+}
+
+/// How a delivery ended.
+pub(crate) enum Delivery<W: Work> {
+    /// The work ran to its end, and its claim is settled.
+    Ran(W::Output),
+    /// The work was not started, and nothing is claimed.
+    NotRun(NotRun, W),
+    /// The work was started and dropped before its end; the key is freed.
+    Cut,
+}
+
+/// Why work was not started.
+pub(crate) enum NotRun {
+    Done { status: Option<u16> },
+    InProgress { lease_left: Duration },
+    Busy,
+    Store(StoreError),
+}
+
+/// What all clones of a deduplicator share.
+#[derive(Debug)]
+struct Shared {
+    store: Arc<dyn ClaimStore>,
+    settings: Settings,
+    flight: Arc<Flight>,
+    keeper: OnceLock<(runtime::Id, Arc<Keeper>)>,
+}
+
+impl Shared {
+    /// The one keeper of this store on this runtime.
+    fn keeper(&self) -> Arc<Keeper> {
+        let here = runtime::Handle::current().id();
+        let (home, keeper) = self.keeper.get_or_init(|| (here, Keeper::of(&self.store)));
+        if *home == here { keeper.clone() } else { Keeper::of(&self.store) }
+    }
+}
+
+/// The whole life of a delivery. May be dropped anywhere: the guard then does what is left to do.
+async fn claim_run_settle<W: Work>(
+    shared: Arc<Shared>,
+    permit: Permit,
+    key: EventKey,
+    work: W,
+) -> Delivery<W> {
+    let mut guard = match Guard::claim(shared, permit, key).await {
+        Granted::Claimed(guard) => guard,
+        Granted::No(why) => return Delivery::NotRun(why, work),
+    };
+
+    let info = guard.info();
+    let end = {
+        let running = pin!(caught(async move { work.start(info).await }));
+        select! {
+            // The work first: if it has ended, what else happened does not matter.
+            biased;
+            end = running => End::Of(end),
+            () = guard.cut_short() => End::Cut,
+        }
+    };
+
+    match end {
+        End::Of(Ok((output, Verdict::Done(status)))) => {
+            guard.complete(status).await;
+            Delivery::Ran(output)
+        }
+        End::Of(Ok((output, Verdict::Failed))) => {
+            guard.fail().await;
+            Delivery::Ran(output)
+        }
+        End::Of(Err(panic)) => {
+            guard.fail().await;
+            resume_unwind(panic)
+        }
+        End::Cut => {
+            guard.fail().await;
+            Delivery::Cut
+        }
+    }
+}
+
+/// How the running of a piece of work ended.
+enum End<T> {
+    /// By itself: with a result, or with a panic.
+    Of(Result<T, Box<dyn Any + Send>>),
+    /// The work was dropped.
+    Cut,
+}
+
+/// Catches a panic of the future, so that its claim can be freed before the panic goes on.
+///
+/// Unwind safety is the caller's: the future is not polled again, and the panic goes on.
+async fn caught<F: Future>(future: F) -> Result<F::Output, Box<dyn Any + Send>> {
+    let mut future = pin!(future);
+    poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
+        Ok(Poll::Pending) => Poll::Pending,
+        Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),
+        Err(panic) => Poll::Ready(Err(panic)),
+    })
+    .await
+}
+
+/// Work that succeeds by returning `Ok`.
+struct Fallible<F>(F);
+
+impl<F, Fut, T, E> Work for Fallible<F>
+where
+    F: FnOnce(ClaimInfo) -> Fut + Send + 'static,
+    Fut: Future<Output = Result<T, E>> + Send + 'static,
+    T: Send + 'static,
+    E: Send + 'static,
+{
+    type Output = Result<T, E>;
+
+    async fn start(self, info: ClaimInfo) -> (Self::Output, Verdict) {
+        let output = (self.0)(info).await;
+        let verdict = if output.is_ok() { Verdict::Done(None) } else { Verdict::Failed };
+        (output, verdict)
+    }
+}

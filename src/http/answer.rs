@@ -1,0 +1,192 @@
+//! The layer's own answers.
+
+use std::{fmt, time::Duration};
+
+use http::{
+    HeaderName, HeaderValue, Response, StatusCode,
+    header::{CONTENT_TYPE, RETRY_AFTER},
+};
+
+use super::{body::DedupeBody, policy::Duplicate};
+
+/// Why the layer answered instead of the handler, or ran the handler without deduplication.
+///
+/// It stands in the response's `dedupe-status` header and in its extensions, for outer layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DedupeStatus {
+    /// The event is done; the handler did not run.
+    Duplicate,
+    /// Another delivery of the event is at work.
+    InProgress,
+    /// The request carries no key.
+    MissingKey,
+    /// What stands where the key should be cannot be one.
+    InvalidKey,
+    /// The body is longer than `max_body`.
+    BodyTooLarge,
+    /// The body did not arrive within `body_timeout`.
+    BodyTimeout,
+    /// The body could not be read to its end.
+    BodyUnreadable,
+    /// The body has a `content-encoding` that the layer cannot look into.
+    UnsupportedEncoding,
+    /// The store failed.
+    StoreUnavailable,
+    /// As much is in flight as `max_in_flight` allows, or the layer is drained.
+    TooManyInFlight,
+}
+
+impl DedupeStatus {
+    /// The name of the response header.
+    pub const HEADER: HeaderName = HeaderName::from_static("dedupe-status");
+
+    /// The header's value.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Duplicate => "duplicate",
+            Self::InProgress => "in-progress",
+            Self::MissingKey => "missing-key",
+            Self::InvalidKey => "invalid-key",
+            Self::BodyTooLarge => "body-too-large",
+            Self::BodyTimeout => "body-timeout",
+            Self::BodyUnreadable => "body-unreadable",
+            Self::UnsupportedEncoding => "unsupported-encoding",
+            Self::StoreUnavailable => "store-unavailable",
+            Self::TooManyInFlight => "too-many-in-flight",
+        }
+    }
+
+    /// Marks a response, in its headers and its extensions.
+    pub(super) fn mark<R>(self, response: &mut Response<R>) {
+        response.headers_mut().insert(Self::HEADER, HeaderValue::from_static(self.as_str()));
+        response.extensions_mut().insert(self);
+    }
+}
+
+impl fmt::Display for DedupeStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Why a request is turned away, with what its sender is told.
+#[derive(Debug)]
+pub(super) enum Refusal {
+    InProgress { status: StatusCode, lease_left: Duration },
+    MissingKey(String),
+    InvalidKey(String),
+    BodyTooLarge { limit: usize },
+    BodyTimeout { patience: Duration },
+    BodyUnreadable,
+    Encoding(String),
+    StoreUnavailable,
+    TooManyInFlight,
+    Cut,
+}
+
+impl Refusal {
+    /// The answer as `application/problem+json` (RFC 9457).
+    pub(super) fn response<R>(self) -> Response<DedupeBody<R>> {
+        let (status, reason, retry_after, detail) = self.told();
+        let problem = serde_json::json!({
+            "type": "about:blank",
+            "title": status.canonical_reason().unwrap_or_default(),
+            "status": status.as_u16(),
+            "detail": detail,
+            "dedupe_status": reason.as_str(),
+        });
+        let mut response = Response::new(DedupeBody::held(problem.to_string().into(), None));
+        *response.status_mut() = status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        if let Some(after) = retry_after {
+            headers.insert(RETRY_AFTER, HeaderValue::from(after));
+        }
+        reason.mark(&mut response);
+        response
+    }
+
+    fn told(self) -> (StatusCode, DedupeStatus, Option<u64>, String) {
+        use DedupeStatus as Is;
+        match self {
+            Self::InProgress { status, lease_left } => (
+                status,
+                Is::InProgress,
+                Some(whole_seconds(lease_left)),
+                "another delivery of this event is being handled; send it again later".into(),
+            ),
+            Self::MissingKey(fault) => {
+                (StatusCode::BAD_REQUEST, Is::MissingKey, None, format!("no event key: {fault}"))
+            }
+            Self::InvalidKey(fault) => (
+                StatusCode::BAD_REQUEST,
+                Is::InvalidKey,
+                None,
+                format!("no usable event key: {fault}"),
+            ),
+            Self::BodyTooLarge { limit } => (
+                StatusCode::PAYLOAD_TOO_LARGE,
+                Is::BodyTooLarge,
+                None,
+                format!("the body is longer than {limit} bytes"),
+            ),
+            Self::BodyTimeout { patience } => (
+                StatusCode::REQUEST_TIMEOUT,
+                Is::BodyTimeout,
+                None,
+                format!("the body did not arrive within {patience:?}"),
+            ),
+            Self::BodyUnreadable => (
+                StatusCode::BAD_REQUEST,
+                Is::BodyUnreadable,
+                None,
+                "the body could not be read to its end".into(),
+            ),
+            Self::Encoding(detail) => {
+                (StatusCode::UNSUPPORTED_MEDIA_TYPE, Is::UnsupportedEncoding, None, detail)
+            }
+            Self::StoreUnavailable => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                Is::StoreUnavailable,
+                Some(STORE_RETRY_SECONDS),
+                "the event could not be claimed; send it again later".into(),
+            ),
+            Self::TooManyInFlight => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                Is::TooManyInFlight,
+                Some(BUSY_RETRY_SECONDS),
+                "too many deliveries are in flight; send it again later".into(),
+            ),
+            Self::Cut => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                Is::InProgress,
+                Some(BUSY_RETRY_SECONDS),
+                "the handling of this event was cut short; send it again later".into(),
+            ),
+        }
+    }
+}
+
+/// The answer to a delivery whose event is done: a status and nothing else.
+pub(super) fn duplicate<R>(policy: Duplicate, first: Option<u16>) -> Response<DedupeBody<R>> {
+    let status = match policy {
+        Duplicate::Status(status) => status,
+        // Rows that were adopted from another table have no status, which means 200.
+        Duplicate::SameStatus => {
+            first.and_then(|code| StatusCode::from_u16(code).ok()).unwrap_or(StatusCode::OK)
+        }
+    };
+    let mut response = Response::new(DedupeBody::empty());
+    *response.status_mut() = status;
+    DedupeStatus::Duplicate.mark(&mut response);
+    response
+}
+
+/// Rounded up, since a sender that comes back a moment too early comes in vain; at least 1.
+fn whole_seconds(time: Duration) -> u64 {
+    (time.as_secs() + u64::from(time.subsec_nanos() > 0)).max(1)
+}
+
+const STORE_RETRY_SECONDS: u64 = 5;
+const BUSY_RETRY_SECONDS: u64 = 1;

@@ -1,0 +1,408 @@
+//! The layer: what it is configured with, and how it looks at a request.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use http::{request, response};
+use tower_layer::Layer;
+
+use super::{
+    answer::Refusal,
+    classify::Success,
+    decode,
+    policy::{Duplicate, InProgress, MissingKey, StoreDown},
+    service::{Dedupe, Ready},
+};
+use crate::{
+    claim::{EventKey, Scope, TextError},
+    dedupe::{ConfigError, Deduplicator, DeduplicatorBuilder, LeaseLost, within},
+    key::{KeySource, NoKey},
+    store::ClaimStore,
+};
+
+/// Wraps services so that each event's handler completes once, and no event is lost.
+///
+/// A request's key is read and claimed in the store before the inner service is called, and marked
+/// done only when the inner service has answered 2xx. Whatever else happens, the key is free again:
+/// at once after a failure, when the lease ends after a crash.
+///
+/// Put it inside whatever verifies signatures, so that forged requests never claim a key, and
+/// outside whatever the handler needs.
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+/// use axum::{Router, routing::post};
+/// use tower_dedupe::{ClaimInfo, DedupeLayer, InProgress, KeySource, MemoryStore};
+///
+/// async fn on_push(info: ClaimInfo) -> String {
+///     format!("attempt {}", info.attempt())
+/// }
+///
+/// let layer = DedupeLayer::new(MemoryStore::new(), KeySource::header("x-github-delivery")?)
+///     .scope("github")
+///     .lease(Duration::from_secs(30))
+///     .in_progress(InProgress::Wait(Duration::from_secs(2)));
+/// let app: Router = Router::new().route("/github", post(on_push).layer(layer));
+/// # Ok::<(), tower_dedupe::KeySourceError>(())
+/// ```
+///
+/// # Panics
+///
+/// [`layer`](Layer::layer) panics if a setting is out of its bounds, with the message of the
+/// [`ConfigError`] that [`check`](Self::check) returns: call that first where the settings come
+/// from outside.
+#[derive(Clone, Debug)]
+pub struct DedupeLayer {
+    dedupe: DeduplicatorBuilder,
+    config: Config,
+}
+
+impl DedupeLayer {
+    /// A layer with the defaults that the setters document.
+    pub fn new(store: impl ClaimStore, source: KeySource) -> Self {
+        Self::from_builder(Deduplicator::builder(store), source)
+    }
+
+    /// A layer on a deduplicator that is set up already. Layers on clones of one builder share its
+    /// bound of deliveries in flight, and are drained together.
+    pub fn from_builder(dedupe: DeduplicatorBuilder, source: KeySource) -> Self {
+        Self { dedupe, config: Config::new(source) }
+    }
+
+    /// The scope of this layer's keys, 1 to 255 bytes without control characters. Default: the path
+    /// of the request.
+    ///
+    /// Name it: with the default, an event that was handled runs again when its URL changes. Give
+    /// two layers the same scope only if the same key means the same event in both: **otherwise the
+    /// one swallows the other's events.**
+    ///
+    /// In Axum the path is the whole one, also in nested routers (feature `axum`). Other routers
+    /// that cut the path hide the rest: name the scope there.
+    #[must_use]
+    pub fn scope(mut self, scope: impl AsRef<str>) -> Self {
+        self.config.scope = ScopeSource::Fixed(Scope::new(scope));
+        self
+    }
+
+    /// The scope by request, for tenants. A text that cannot be a scope is answered with 400.
+    ///
+    /// **Take it from what the sender cannot choose freely**, such as a verified account, or one
+    /// tenant can burn the keys of another.
+    #[must_use]
+    pub fn scope_with(
+        mut self,
+        scope: impl Fn(&request::Parts) -> String + Send + Sync + 'static,
+    ) -> Self {
+        self.config.scope = ScopeSource::With(Arc::new(scope));
+        self
+    }
+
+    /// Takes a key source that is known to change with each attempt, such as `x-request-id`.
+    /// Without this it is refused, **since nothing would ever be a duplicate**.
+    #[must_use]
+    pub fn allow_volatile(mut self) -> Self {
+        self.config.allow_volatile = true;
+        self
+    }
+
+    /// What counts as success, judged by the response's head. Default: 200 to 299.
+    ///
+    /// **What counts as success is never delivered again.**
+    #[must_use]
+    pub fn success(
+        mut self,
+        judge: impl Fn(&response::Parts) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.config.success = Success::by(judge);
+        self
+    }
+
+    /// The answer to an event that is done. Default [`Duplicate::SameStatus`].
+    #[must_use]
+    pub fn duplicate(mut self, duplicate: Duplicate) -> Self {
+        self.config.duplicate = duplicate;
+        self
+    }
+
+    /// The answer to an event that is being handled. Default [`InProgress::Unavailable`].
+    #[must_use]
+    pub fn in_progress(mut self, in_progress: InProgress) -> Self {
+        self.config.in_progress = in_progress;
+        self
+    }
+
+    /// What is done without a key. Default [`MissingKey::PassThrough`].
+    #[must_use]
+    pub fn missing_key(mut self, missing_key: MissingKey) -> Self {
+        self.config.missing_key = missing_key;
+        self
+    }
+
+    /// What is done while the store is away. Default [`StoreDown::Reject`].
+    #[must_use]
+    pub fn store_down(mut self, store_down: StoreDown) -> Self {
+        self.config.store_down = store_down;
+        self
+    }
+
+    /// The longest body that is read to find a key, in bytes, as sent and as decoded. Default
+    /// 2 MiB; a longer one is answered with 413. Bodies that need not be read have no limit here.
+    #[must_use]
+    pub fn max_body(mut self, bytes: usize) -> Self {
+        self.config.max_body = bytes;
+        self
+    }
+
+    /// How long a body that is read to find a key may take to arrive. Default 30 s; up to 1 h.
+    /// After that the answer is 408, and nothing was claimed.
+    #[must_use]
+    pub fn body_timeout(mut self, body_timeout: Duration) -> Self {
+        self.config.body_timeout = body_timeout;
+        self
+    }
+
+    /// Lets requests that carry no event pass through untouched, such as a handshake: the head and
+    /// the body (decoded) tell. The body is read for it, whatever the key source.
+    ///
+    /// **What passes through is not deduplicated.**
+    #[must_use]
+    pub fn bypass_if(
+        mut self,
+        bypass: impl Fn(&request::Parts, &[u8]) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.config.bypass = Some(Bypass(Arc::new(bypass)));
+        self
+    }
+
+    /// See [`DeduplicatorBuilder::lease`]. Default 60 s.
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.dedupe = self.dedupe.lease(lease);
+        self
+    }
+
+    /// See [`DeduplicatorBuilder::max_hold`]. Default 15 min.
+    #[must_use]
+    pub fn max_hold(mut self, max_hold: Duration) -> Self {
+        self.dedupe = self.dedupe.max_hold(max_hold);
+        self
+    }
+
+    /// See [`DeduplicatorBuilder::retention`]. Default 30 days.
+    #[must_use]
+    pub fn retention(mut self, retention: Duration) -> Self {
+        self.dedupe = self.dedupe.retention(retention);
+        self
+    }
+
+    /// See [`DeduplicatorBuilder::abandoned_retention`]. Default 1 day.
+    #[must_use]
+    pub fn abandoned_retention(mut self, retention: Duration) -> Self {
+        self.dedupe = self.dedupe.abandoned_retention(retention);
+        self
+    }
+
+    /// See [`DeduplicatorBuilder::settle_timeout`]. Default 5 s.
+    #[must_use]
+    pub fn settle_timeout(mut self, settle_timeout: Duration) -> Self {
+        self.dedupe = self.dedupe.settle_timeout(settle_timeout);
+        self
+    }
+
+    /// See [`DeduplicatorBuilder::detached`]. Default true.
+    #[must_use]
+    pub fn detached(mut self, detached: bool) -> Self {
+        self.dedupe = self.dedupe.detached(detached);
+        self
+    }
+
+    /// See [`DeduplicatorBuilder::max_in_flight`]. Default 1,024.
+    #[must_use]
+    pub fn max_in_flight(mut self, max_in_flight: u32) -> Self {
+        self.dedupe = self.dedupe.max_in_flight(max_in_flight);
+        self
+    }
+
+    /// See [`DeduplicatorBuilder::lease_lost`]. Default [`LeaseLost::Continue`].
+    #[must_use]
+    pub fn lease_lost(mut self, lease_lost: LeaseLost) -> Self {
+        self.dedupe = self.dedupe.lease_lost(lease_lost);
+        self
+    }
+
+    /// See [`DeduplicatorBuilder::redact_keys`].
+    #[must_use]
+    pub fn redact_keys(mut self) -> Self {
+        self.dedupe = self.dedupe.redact_keys();
+        self
+    }
+
+    /// Checks the settings, and gives the deduplicator that the layer's services run on: to
+    /// [`drain`](Deduplicator::drain) it at shutdown, or to run events that arrive another way.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] names the setting that is out of its bounds.
+    pub fn check(&self) -> Result<Deduplicator, ConfigError> {
+        self.config.check()?;
+        self.dedupe.build()
+    }
+}
+
+impl<S> Layer<S> for DedupeLayer {
+    type Service = Dedupe<S>;
+
+    #[expect(clippy::panic, reason = "documented: the trait leaves no way to return an error")]
+    fn layer(&self, inner: S) -> Dedupe<S> {
+        match self.check() {
+            Ok(dedupe) => Dedupe::new(inner, Ready { dedupe, config: self.config.clone() }),
+            Err(error) => panic!("DedupeLayer: {error}"),
+        }
+    }
+}
+
+/// What the layer knows of HTTP.
+#[derive(Clone, Debug)]
+pub(super) struct Config {
+    pub(super) source: KeySource,
+    scope: ScopeSource,
+    allow_volatile: bool,
+    bypass: Option<Bypass>,
+    pub(super) success: Success,
+    pub(super) duplicate: Duplicate,
+    pub(super) in_progress: InProgress,
+    pub(super) missing_key: MissingKey,
+    pub(super) store_down: StoreDown,
+    pub(super) max_body: usize,
+    pub(super) body_timeout: Duration,
+}
+
+/// What a request is found to be.
+pub(super) enum Found {
+    Key(EventKey),
+    Missing(String),
+    Refused(Refusal),
+    Bypass,
+}
+
+impl Config {
+    fn new(source: KeySource) -> Self {
+        Self {
+            source,
+            scope: ScopeSource::Path,
+            allow_volatile: false,
+            bypass: None,
+            success: Success::default(),
+            duplicate: Duplicate::default(),
+            in_progress: InProgress::default(),
+            missing_key: MissingKey::default(),
+            store_down: StoreDown::default(),
+            max_body: DEFAULT_MAX_BODY,
+            body_timeout: DEFAULT_BODY_TIMEOUT,
+        }
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        if let ScopeSource::Fixed(Err(error)) = self.scope {
+            return Err(ConfigError::Scope(error));
+        }
+        if let Some(volatile) = self.source.volatile().filter(|_| !self.allow_volatile) {
+            return Err(ConfigError::Volatile(volatile));
+        }
+        if let Duplicate::Status(status) = self.duplicate {
+            if !status.is_success() {
+                return Err(ConfigError::DuplicateStatus { given: status.as_u16() });
+            }
+        }
+        if let InProgress::Wait(wait) = self.in_progress {
+            within("in_progress wait", wait, Duration::ZERO, MAX_WAIT)?;
+        }
+        within("body_timeout", self.body_timeout, Duration::from_millis(1), MAX_WAIT)
+    }
+
+    pub(super) fn needs_body(&self) -> bool {
+        self.source.needs_body() || self.bypass.is_some()
+    }
+
+    /// Looks at a request's head and its body, which is empty unless it is needed.
+    pub(super) fn find(&self, parts: &request::Parts, data: &[u8]) -> Found {
+        let body = match decode::for_looking(&parts.headers, data, self.max_body) {
+            Ok(body) => body,
+            Err(refusal) => return Found::Refused(refusal),
+        };
+        if let Some(Bypass(bypass)) = &self.bypass {
+            if bypass(parts, &body) {
+                return Found::Bypass;
+            }
+        }
+        let key = match self.source.find(parts, &body) {
+            Ok(key) => key,
+            Err(NoKey::Missing(fault)) => return Found::Missing(fault.to_string()),
+            Err(NoKey::Invalid(fault)) => {
+                return Found::Refused(Refusal::InvalidKey(fault.to_string()));
+            }
+        };
+        let invalid = |what: &str, error: TextError| {
+            Found::Refused(Refusal::InvalidKey(format!("{what} {error}")))
+        };
+        match self.scope.of(parts) {
+            Err(error) => invalid("its scope", error),
+            Ok(scope) => match EventKey::new(scope, key) {
+                Err(error) => invalid("the key", error),
+                Ok(key) => Found::Key(key),
+            },
+        }
+    }
+}
+
+#[derive(Clone)]
+enum ScopeSource {
+    Path,
+    Fixed(Result<Scope, TextError>),
+    With(Arc<dyn Fn(&request::Parts) -> String + Send + Sync>),
+}
+
+impl ScopeSource {
+    fn of(&self, parts: &request::Parts) -> Result<Scope, TextError> {
+        match self {
+            Self::Path => Scope::new(whole_path(parts)),
+            Self::Fixed(scope) => scope.clone(),
+            Self::With(scope) => Scope::new(scope(parts)),
+        }
+    }
+}
+
+impl fmt::Debug for ScopeSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path => f.write_str("Path"),
+            Self::Fixed(scope) => scope.fmt(f),
+            Self::With(_) => f.write_str("With(fn)"),
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Bypass(Arc<LooksAtRequest>);
+
+type LooksAtRequest = dyn Fn(&request::Parts, &[u8]) -> bool + Send + Sync;
+
+impl fmt::Debug for Bypass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Bypass(fn)")
+    }
+}
+
+/// The path as it was sent: nested Axum routers cut what they matched off the URI.
+fn whole_path(parts: &request::Parts) -> &str {
+    #[cfg(feature = "axum")]
+    if let Some(original) = parts.extensions.get::<axum::extract::OriginalUri>() {
+        return original.path();
+    }
+    parts.uri.path()
+}
+
+const DEFAULT_MAX_BODY: usize = 2 * 1024 * 1024;
+const DEFAULT_BODY_TIMEOUT: Duration = Duration::from_secs(30);
+const MAX_WAIT: Duration = Duration::from_secs(60 * 60);

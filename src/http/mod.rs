@@ -1,0 +1,24 @@
+//! The Tower layer: reads the key of a request, runs the inner service at most once for it, and
+//! answers what must not run.
+
+mod answer;
+mod body;
+mod classify;
+mod decode;
+mod future;
+mod layer;
+mod policy;
+mod read;
+mod service;
+
+#[cfg(feature = "axum")]
+mod extract;
+
+pub use self::{
+    answer::DedupeStatus,
+    body::DedupeBody,
+    future::ResponseFuture,
+    layer::DedupeLayer,
+    policy::{Duplicate, InProgress, MissingKey, StoreDown},
+    service::Dedupe,
+};

@@ -1,0 +1,66 @@
+//! What is answered when the handler is not to run: the choices.
+
+use std::time::Duration;
+
+use http::StatusCode;
+
+/// The answer to a delivery of an event that is done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Duplicate {
+    /// The status that the first success was answered with, and an empty body. Some senders take
+    /// exactly 200 for success, others 204: what satisfied the sender once does so again.
+    #[default]
+    SameStatus,
+    /// This status, and an empty body. It must be a success (200 to 299), or senders retry for
+    /// ever.
+    Status(StatusCode),
+}
+
+/// The answer to a delivery of an event that another holder is working on. Never a success, since
+/// that holder may yet fail.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum InProgress {
+    /// 503 with `Retry-After`, which every sender retries.
+    #[default]
+    Unavailable,
+    /// 409 with `Retry-After`, for clients that know what to do with it.
+    ///
+    /// **Many webhook senders take a 4xx as final**, and the event is lost if the first delivery
+    /// fails: AWS SNS, Okta, Sanity and Zapier among them. Others disable the endpoint.
+    Conflict,
+    /// Waits up to this long for the first delivery to end, then answers as it does: duplicate if
+    /// it succeeded; if it failed, this delivery runs. If it has not ended, 503 as above.
+    ///
+    /// Keep it well inside the sender's own deadline (Shopify waits 5 s, Slack 3 s). No connection
+    /// to the database is held while waiting.
+    Wait(Duration),
+}
+
+/// What is done with a request that carries no key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MissingKey {
+    /// The handler runs without deduplication, a warning is logged, and the response carries
+    /// `dedupe-status: missing-key`. Handshakes and some event types have no key, and turning them
+    /// away for ever would lose them.
+    #[default]
+    PassThrough,
+    /// 400. For senders that put a key on everything they send.
+    Reject,
+}
+
+/// What is done with a delivery whose key cannot be claimed because the store fails.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StoreDown {
+    /// 503 with `Retry-After`; the handler is not called.
+    #[default]
+    Reject,
+    /// The handler runs without deduplication.
+    ///
+    /// **Duplicates then run again**, and two deliveries may run at once, for as long as the store
+    /// is away. A warning is logged and the response carries `dedupe-status: store-unavailable`.
+    PassThrough,
+}

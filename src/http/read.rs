@@ -1,0 +1,122 @@
+//! Reading request bodies: whole, within a limit and a time; or away, before an answer.
+
+use std::{
+    pin::{Pin, pin},
+    time::Duration,
+};
+
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, header, request::Parts};
+use http_body::{Body, Frame};
+use http_body_util::BodyExt;
+use tokio::time::timeout;
+
+use super::answer::Refusal;
+
+/// A request body in memory.
+pub(super) struct Whole {
+    pub(super) data: Bytes,
+    pub(super) trailers: Option<HeaderMap>,
+}
+
+/// Reads a body of at most `limit` bytes. A body that comes in one piece is not copied.
+///
+/// Of a longer one, up to as much again is read away, so that its sender sees the answer and not a
+/// reset.
+pub(super) async fn whole<B: Body<Data = Bytes>>(
+    parts: &Parts,
+    body: B,
+    limit: usize,
+    patience: Duration,
+) -> Result<Whole, Refusal> {
+    if body.size_hint().lower() > limit as u64 && waits_for_continue(parts) {
+        return Err(Refusal::BodyTooLarge { limit });
+    }
+    let reading = async {
+        let mut body = pin!(body);
+        let mut pieces = Pieces::default();
+        let mut trailers = None;
+        while let Some(frame) = next_frame(body.as_mut()).await {
+            match frame?.into_data() {
+                Ok(data) => pieces.push(data),
+                Err(frame) => trailers = frame.into_trailers().ok().or(trailers),
+            }
+            if pieces.len() > limit {
+                away(body, limit).await;
+                return Err(Refusal::BodyTooLarge { limit });
+            }
+        }
+        Ok(Whole { data: pieces.join(), trailers })
+    };
+    timeout(patience, reading).await.unwrap_or(Err(Refusal::BodyTimeout { patience }))
+}
+
+/// Reads an unread body away, up to a limit and a time, before the request is answered without it.
+///
+/// Servers close a connection whose request was not read, and its sender may see a reset instead of
+/// the answer. A sender that waits for `100 Continue` has sent nothing yet and is answered at once.
+pub(super) async fn drain<B: Body<Data = Bytes>>(
+    parts: &Parts,
+    body: Option<B>,
+    limit: usize,
+    patience: Duration,
+) {
+    let Some(body) = body else { return };
+    if body.is_end_stream() || waits_for_continue(parts) {
+        return;
+    }
+    // What could not be read away in time is the server's to deal with.
+    let _ = timeout(patience, away(pin!(body), limit)).await;
+}
+
+async fn away<B: Body<Data = Bytes>>(mut body: Pin<&mut B>, limit: usize) {
+    let mut read = 0_usize;
+    while let Some(Ok(frame)) = next_frame(body.as_mut()).await {
+        read = read.saturating_add(frame.data_ref().map_or(0, Bytes::len));
+        if read > limit {
+            return;
+        }
+    }
+}
+
+/// The next frame, without the body's own error, which need not be `Send`.
+async fn next_frame<B: Body>(mut body: Pin<&mut B>) -> Option<Result<Frame<B::Data>, Refusal>> {
+    body.frame().await.map(|frame| frame.map_err(|_| Refusal::BodyUnreadable))
+}
+
+fn waits_for_continue(parts: &Parts) -> bool {
+    parts
+        .headers
+        .get(header::EXPECT)
+        .is_some_and(|expect| expect.as_bytes().eq_ignore_ascii_case(b"100-continue"))
+}
+
+/// The pieces of a body: one is kept as it is, several are joined as they come.
+#[derive(Default)]
+struct Pieces {
+    first: Option<Bytes>,
+    joined: BytesMut,
+}
+
+impl Pieces {
+    fn len(&self) -> usize {
+        self.first.as_ref().map_or(0, Bytes::len) + self.joined.len()
+    }
+
+    fn push(&mut self, piece: Bytes) {
+        if piece.is_empty() {
+            return;
+        }
+        if self.joined.is_empty() {
+            match self.first.take() {
+                None => return self.first = Some(piece),
+                Some(first) => self.joined.extend_from_slice(&first),
+            }
+        }
+        self.joined.extend_from_slice(&piece);
+    }
+
+    fn join(self) -> Bytes {
+        self.first.unwrap_or_else(|| self.joined.freeze())
+    }
+}

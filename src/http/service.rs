@@ -1,0 +1,286 @@
+//! The service: find the key, claim it, call the inner service, settle.
+
+use std::{
+    error::Error,
+    mem,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode, header::UPGRADE};
+use http_body::Body;
+use tokio::time::{Instant, sleep};
+use tower_service::Service;
+
+use super::{
+    answer::{DedupeStatus, Refusal, duplicate},
+    body::DedupeBody,
+    classify::Success,
+    future::ResponseFuture,
+    layer::{Config, Found},
+    policy::{InProgress, MissingKey, StoreDown},
+    read,
+};
+use crate::{
+    claim::{ClaimInfo, EventKey},
+    dedupe::{Deduplicator, Delivery, NotRun, Verdict, Work},
+};
+
+/// Deduplicates the requests of a service. Made by [`DedupeLayer`](super::DedupeLayer).
+///
+/// It is ready when the inner service is, and its errors are the inner service's: what fails here
+/// is answered. The claim is made after readiness, so no lease runs while a request waits for an
+/// inner limit; in turn a place in an inner limit is taken while the claim is made.
+#[derive(Clone, Debug)]
+pub struct Dedupe<S> {
+    inner: S,
+    ready: Arc<Ready>,
+}
+
+/// What the services of one layer share.
+#[derive(Debug)]
+pub(super) struct Ready {
+    pub(super) dedupe: Deduplicator,
+    pub(super) config: Config,
+}
+
+impl<S> Dedupe<S> {
+    pub(super) fn new(inner: S, ready: Ready) -> Self {
+        Self { inner, ready: Arc::new(ready) }
+    }
+}
+
+impl<S, B, R> Service<Request<B>> for Dedupe<S>
+where
+    S: Service<Request<DedupeBody<B>>, Response = Response<R>> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+    B: Body<Data = Bytes> + Send + 'static,
+    R: Send + 'static,
+{
+    type Response = Response<DedupeBody<R>>;
+    type Error = S::Error;
+    type Future = ResponseFuture<S::Future, R, S::Error>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let not_ready_inner = self.inner.clone();
+        let mut ready_inner = mem::replace(&mut self.inner, not_ready_inner);
+
+        if carries_no_event(&request) {
+            return ResponseFuture::untouched(ready_inner.call(request.map(DedupeBody::inner)));
+        }
+        let ready = self.ready.clone();
+        ResponseFuture::deduplicated(Box::pin(deduplicate(ready, ready_inner, request)))
+    }
+}
+
+/// Safe methods, tunnels and upgrades pass through untouched.
+///
+/// An offer of h2c is no upgrade: Java's HTTP client makes it with every request, and servers
+/// that do not take it up answer as if it were not there.
+fn carries_no_event<B>(request: &Request<B>) -> bool {
+    let upgrades = |value: &http::HeaderValue| !value.as_bytes().eq_ignore_ascii_case(b"h2c");
+    request.method().is_safe()
+        || request.method() == Method::CONNECT
+        || request.headers().get_all(UPGRADE).iter().any(upgrades)
+}
+
+async fn deduplicate<S, B, R>(
+    ready: Arc<Ready>,
+    inner: S,
+    request: Request<B>,
+) -> Result<Response<DedupeBody<R>>, S::Error>
+where
+    S: Service<Request<DedupeBody<B>>, Response = Response<R>> + Send + 'static,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+    B: Body<Data = Bytes> + Send + 'static,
+    R: Send + 'static,
+{
+    let config = &ready.config;
+    let (parts, body) = request.into_parts();
+
+    // The body first, so that nobody who sends slowly holds a claim.
+    let (body, data) = if config.needs_body() {
+        match read::whole(&parts, body, config.max_body, config.body_timeout).await {
+            Ok(whole) => (DedupeBody::held(whole.data.clone(), whole.trailers), whole.data),
+            Err(refusal) => return Ok(refusal.response()),
+        }
+    } else {
+        (DedupeBody::inner(body), Bytes::new())
+    };
+    let found = config.find(&parts, &data);
+    drop(data);
+
+    let request = Request::from_parts(parts, body);
+    let call = Call { inner, request, success: config.success.clone() };
+    match found {
+        Found::Key(key) => claim_and_call(&ready, key, call).await,
+        Found::Bypass => Ok(call.without_dedupe().await?),
+        Found::Missing(fault) if config.missing_key == MissingKey::PassThrough => {
+            tracing::warn!(
+                source = %config.source,
+                path = call.request.uri().path(),
+                %fault,
+                "no event key: the handler runs without deduplication; if this is not a handshake, \
+                 check the key source",
+            );
+            let mut response = call.without_dedupe().await?;
+            DedupeStatus::MissingKey.mark(&mut response);
+            Ok(response)
+        }
+        Found::Missing(fault) => Ok(call.refuse(config, Refusal::MissingKey(fault)).await),
+        Found::Refused(refusal) => {
+            tracing::warn!(source = %config.source, ?refusal, "turned a request away");
+            Ok(call.refuse(config, refusal).await)
+        }
+    }
+}
+
+/// The request's way once its key is known.
+async fn claim_and_call<S, B, R>(
+    ready: &Ready,
+    key: EventKey,
+    mut call: Call<S, B>,
+) -> Result<Response<DedupeBody<R>>, S::Error>
+where
+    S: Service<Request<DedupeBody<B>>, Response = Response<R>> + Send + 'static,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+    B: Body<Data = Bytes> + Send + 'static,
+    R: Send + 'static,
+{
+    let Ready { dedupe, config } = ready;
+    let mut patience = Patience::of(config.in_progress);
+    loop {
+        let (why, unused) = match dedupe.deliver(key.clone(), call).await {
+            Delivery::Ran(result) => return result.map(|response| response.map(DedupeBody::inner)),
+            Delivery::Cut => return Ok(Refusal::Cut.response()),
+            Delivery::NotRun(why, call) => (why, call),
+        };
+        call = unused;
+
+        match why {
+            NotRun::Done { status } => {
+                call.drain(config).await;
+                return Ok(duplicate(config.duplicate, status));
+            }
+            NotRun::InProgress { lease_left } => {
+                if patience.wait().await {
+                    continue;
+                }
+                let status = match config.in_progress {
+                    InProgress::Conflict => StatusCode::CONFLICT,
+                    _ => StatusCode::SERVICE_UNAVAILABLE,
+                };
+                return Ok(call.refuse(config, Refusal::InProgress { status, lease_left }).await);
+            }
+            NotRun::Busy => return Ok(call.refuse(config, Refusal::TooManyInFlight).await),
+            NotRun::Store(error) => {
+                let passes = config.store_down == StoreDown::PassThrough;
+                tracing::error!(
+                    event_key = %dedupe.shown(&key),
+                    error = &error as &dyn Error,
+                    "could not claim the event key: {}",
+                    if passes { "the handler runs without deduplication" } else { "turned away" },
+                );
+                if !passes {
+                    return Ok(call.refuse(config, Refusal::StoreUnavailable).await);
+                }
+                let mut response = call.without_dedupe().await?;
+                DedupeStatus::StoreUnavailable.mark(&mut response);
+                return Ok(response);
+            }
+        }
+    }
+}
+
+/// A request and the service that was made ready for it.
+struct Call<S, B> {
+    inner: S,
+    request: Request<DedupeBody<B>>,
+    success: Success,
+}
+
+impl<S, B, R> Work for Call<S, B>
+where
+    S: Service<Request<DedupeBody<B>>, Response = Response<R>> + Send + 'static,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+    B: Send + 'static,
+    R: Send + 'static,
+{
+    type Output = Result<Response<R>, S::Error>;
+
+    async fn start(mut self, info: ClaimInfo) -> (Self::Output, Verdict) {
+        self.request.extensions_mut().insert(info);
+        match self.inner.call(self.request).await {
+            Ok(response) => {
+                let (parts, body) = response.into_parts();
+                let verdict = if self.success.is(&parts) {
+                    Verdict::Done(Some(parts.status.as_u16()))
+                } else {
+                    Verdict::Failed
+                };
+                (Ok(Response::from_parts(parts, body)), verdict)
+            }
+            Err(error) => (Err(error), Verdict::Failed),
+        }
+    }
+}
+
+impl<S, B, R> Call<S, B>
+where
+    S: Service<Request<DedupeBody<B>>, Response = Response<R>>,
+    B: Body<Data = Bytes>,
+{
+    /// Calls the inner service as if there were no layer.
+    async fn without_dedupe(mut self) -> Result<Response<DedupeBody<R>>, S::Error> {
+        Ok(self.inner.call(self.request).await?.map(DedupeBody::inner))
+    }
+
+    async fn refuse(self, config: &Config, refusal: Refusal) -> Response<DedupeBody<R>> {
+        self.drain(config).await;
+        refusal.response()
+    }
+
+    /// Reads away what the sender is still sending.
+    async fn drain(self, config: &Config) {
+        let (parts, body) = self.request.into_parts();
+        read::drain(&parts, body.into_unread(), config.max_body, config.body_timeout).await;
+    }
+}
+
+/// How long a delivery waits for another one of the same event.
+struct Patience {
+    until: Option<Instant>,
+    pause: Duration,
+}
+
+impl Patience {
+    fn of(policy: InProgress) -> Self {
+        let until = match policy {
+            InProgress::Wait(patience) => Some(Instant::now() + patience),
+            InProgress::Unavailable | InProgress::Conflict => None,
+        };
+        Self { until, pause: FIRST_PAUSE }
+    }
+
+    /// Waits a moment, unless the patience is over.
+    async fn wait(&mut self) -> bool {
+        let left = self.until.map(|until| until.saturating_duration_since(Instant::now()));
+        let Some(left) = left.filter(|left| !left.is_zero()) else { return false };
+        sleep(self.pause.min(left)).await;
+        self.pause = (self.pause * 3 / 2).min(LONGEST_PAUSE);
+        true
+    }
+}
+
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_millis(250);
