@@ -1,14 +1,14 @@
-//! Finds one value in a JSON body: no tree, no float, no recursion.
+//! Finds one value in a JSON body: in one pass, with no tree, no float and no deep recursion.
 //!
-//! Each step of the path reads its object or array once, shallowly: what is not on the way is
-//! skipped by serde_json, which checks it without keeping it and without recursing. The first step
-//! reads the whole body, so the later ones read what is known to be JSON.
+//! The walk goes down where the path goes down. What is not on the way is skipped by serde_json,
+//! which checks it without keeping it and without recursing, so the whole body is known to be JSON
+//! when the walk is over.
 
 use std::{collections::VecDeque, fmt};
 
 use serde::{
-    Deserializer as _,
-    de::{IgnoredAny, MapAccess, SeqAccess, Visitor},
+    Deserializer,
+    de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
 use serde_json::value::RawValue;
 
@@ -24,33 +24,14 @@ pub(super) fn find(path: &Path, body: &[u8]) -> Result<String, Problem> {
     if text.bytes().all(is_white_space) {
         return Err(Problem::EmptyBody);
     }
-    let mut value = text;
-    for (depth, step) in path.steps().iter().enumerate() {
-        let wanted = match step {
-            Step::Name(_) => b'{',
-            Step::Index(_) => b'[',
-        };
-        if kind(value) != Some(wanted) {
-            if depth == 0 {
-                whole(text)?;
-            }
-            return Err(Problem::NothingThere);
-        }
-        let found = match step {
-            Step::Name(name) => member(value, name)?,
-            Step::Index(index) => element(value, *index)?,
-        };
-        value = found.ok_or(Problem::NothingThere)?.get();
-    }
-    if path.steps().is_empty() {
-        value = whole(text)?.get();
-    }
-    key(value)
+    let found = walk(text, path.steps())
+        .map_err(|error| Problem::NotJson { line: error.line(), column: error.column() })?;
+    key(found?.get())
 }
 
 /// What a value says of itself as a key. The value is valid JSON without white space around it.
 fn key(value: &str) -> Result<String, Problem> {
-    match kind(value) {
+    match value.bytes().next() {
         // The only fault that skipping a string does not find.
         Some(b'"') => serde_json::from_str(value).map_err(|_| Problem::LoneSurrogate),
         Some(b'n') => Err(Problem::Null),
@@ -62,67 +43,156 @@ fn key(value: &str) -> Result<String, Problem> {
     }
 }
 
-/// The byte that a value begins with, which tells its type.
-fn kind(value: &str) -> Option<u8> {
-    value.bytes().find(|byte| !is_white_space(*byte))
-}
+/// The value that the path leads to, or why it leads nowhere: [`Problem::NothingThere`] or
+/// [`Problem::TwiceNamed`].
+type Found<'de> = Result<&'de RawValue, Problem>;
 
-fn is_white_space(byte: u8) -> bool {
-    matches!(byte, b' ' | b'\t' | b'\n' | b'\r')
-}
-
-fn whole(text: &str) -> Result<&RawValue, Problem> {
-    serde_json::from_str(text).map_err(not_json)
-}
-
-fn not_json(error: serde_json::Error) -> Problem {
-    Problem::NotJson { line: error.line(), column: error.column() }
-}
-
-/// The member of that name of the object that `text` is.
-fn member<'a>(text: &'a str, name: &str) -> Result<Option<&'a RawValue>, Problem> {
+/// Walks over the whole of a text, which must be one JSON document.
+fn walk<'de>(text: &'de str, steps: &[Step]) -> serde_json::Result<Found<'de>> {
     let mut json = serde_json::Deserializer::from_str(text);
-    let found = json.deserialize_map(Member { name }).and_then(|found| json.end().map(|()| found));
-    let (found, twice) = found.map_err(not_json)?;
-    // Parsers disagree on which of two members counts. If we took one and the handler's parser
-    // the other, an event could be swallowed under the id of another.
-    if twice { Err(Problem::TwiceNamed { name: name.to_owned() }) } else { Ok(found) }
+    let found = Walk { text, at: 0, steps }.deserialize(&mut json)?;
+    json.end()?;
+    Ok(found)
 }
 
-/// The element at that index, from the end if it is negative, of the array that `text` is.
-fn element(text: &str, index: i64) -> Result<Option<&RawValue>, Problem> {
-    let mut json = serde_json::Deserializer::from_str(text);
-    let found = if index < 0 {
-        json.deserialize_seq(FromEnd { back: index.unsigned_abs(), last: VecDeque::new() })
-    } else {
-        json.deserialize_seq(FromStart { index: index.unsigned_abs() })
-    };
-    found.and_then(|found| json.end().map(|()| found)).map_err(not_json)
+/// The walk from one value on.
+struct Walk<'de, 'p> {
+    text: &'de str,
+    /// A byte of the text at or before the value; only white space and a `:` or `,` lie between.
+    /// A visitor is not told the type of a value before it has read it, and a wrong guess ends the
+    /// whole walk; the text tells.
+    at: usize,
+    /// The steps that are left.
+    steps: &'p [Step],
 }
 
-struct Member<'n> {
-    name: &'n str,
+impl Walk<'_, '_> {
+    /// The byte that the value begins with, which tells its type, and where it is.
+    fn begin(&self) -> Option<(usize, u8)> {
+        let rest = self.text.get(self.at..)?;
+        let is_value = |byte: u8| !is_white_space(byte) && !matches!(byte, b':' | b',');
+        let (skipped, byte) = rest.bytes().enumerate().find(|(_, byte)| is_value(*byte))?;
+        Some((self.at + skipped, byte))
+    }
 }
 
-impl<'de> Visitor<'de> for Member<'_> {
-    /// The last member of the name, and whether there was one before.
-    type Value = (Option<&'de RawValue>, bool);
+impl<'de> DeserializeSeed<'de> for Walk<'de, '_> {
+    type Value = Found<'de>;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Found<'de>, D::Error> {
+        let Self { text, steps, .. } = self;
+        match (steps, self.begin()) {
+            ([], _) => serde::Deserialize::deserialize(json).map(Ok),
+            ([Step::Name(name), steps @ ..], Some((_, b'{'))) => {
+                json.deserialize_map(InObject { text, name, steps })
+            }
+            ([Step::Index(index), steps @ ..], Some((_, b'['))) if *index < 0 => {
+                json.deserialize_seq(FromEnd { back: index.unsigned_abs(), steps })
+            }
+            ([Step::Index(index), steps @ ..], Some((at, b'['))) => {
+                let index = index.unsigned_abs();
+                json.deserialize_seq(FromStart { text, at: at + 1, index, steps })
+            }
+            _ => json.deserialize_ignored_any(IgnoredAny).map(|_| Err(Problem::NothingThere)),
+        }
+    }
+}
+
+struct InObject<'de, 'p> {
+    text: &'de str,
+    name: &'p str,
+    steps: &'p [Step],
+}
+
+impl<'de> Visitor<'de> for InObject<'de, '_> {
+    type Value = Found<'de>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Found<'de>, A::Error> {
+        let Self { text, name, steps } = self;
         let mut found = None;
         let mut twice = false;
-        while let Some(name) = map.next_key::<&RawValue>()? {
-            if is_name(name.get(), self.name) {
-                twice |= found.replace(map.next_value()?).is_some();
+        while let Some(said) = map.next_key::<&'de RawValue>()? {
+            if !is_name(said.get(), name) {
+                map.next_value::<IgnoredAny>()?;
+            } else if found.is_none() {
+                let at = end_in(text, said.get());
+                found = Some(map.next_value_seed(Walk { text, at, steps })?);
             } else {
+                twice = true;
                 map.next_value::<IgnoredAny>()?;
             }
         }
-        Ok((found, twice))
+        // Parsers disagree on which of two members counts. If we took one and the handler's parser
+        // the other, an event could be swallowed under the id of another.
+        if twice {
+            return Ok(Err(Problem::TwiceNamed { name: name.to_owned() }));
+        }
+        Ok(found.unwrap_or(Err(Problem::NothingThere)))
+    }
+}
+
+struct FromStart<'de, 'p> {
+    text: &'de str,
+    at: usize,
+    index: u64,
+    steps: &'p [Step],
+}
+
+impl<'de> Visitor<'de> for FromStart<'de, '_> {
+    type Value = Found<'de>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Found<'de>, A::Error> {
+        let Self { text, mut at, index, steps } = self;
+        for _ in 0..index {
+            match seq.next_element::<&'de RawValue>()? {
+                Some(element) => at = end_in(text, element.get()),
+                None => return Ok(Err(Problem::NothingThere)),
+            }
+        }
+        let found = seq.next_element_seed(Walk { text, at, steps })?;
+        while seq.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(found.unwrap_or(Err(Problem::NothingThere)))
+    }
+}
+
+struct FromEnd<'p> {
+    back: u64,
+    steps: &'p [Step],
+}
+
+impl<'de> Visitor<'de> for FromEnd<'_> {
+    type Value = Found<'de>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Found<'de>, A::Error> {
+        // The last elements so far, at most `back` of them.
+        let mut last = VecDeque::new();
+        let mut seen: u64 = 0;
+        while let Some(element) = seq.next_element::<&'de RawValue>()? {
+            if seen >= self.back {
+                last.pop_front();
+            }
+            last.push_back(element);
+            seen += 1;
+        }
+        match last.pop_front() {
+            // Only now is it known which element it is; it is walked over a second time.
+            Some(element) if seen >= self.back => {
+                walk(element.get(), self.steps).map_err(A::Error::custom)
+            }
+            _ => Ok(Err(Problem::NothingThere)),
+        }
     }
 }
 
@@ -134,53 +204,13 @@ fn is_name(raw: &str, name: &str) -> bool {
     raw.strip_prefix('"').and_then(|raw| raw.strip_suffix('"')) == Some(name)
 }
 
-struct FromStart {
-    index: u64,
+/// Where a part that was borrowed from a text ends in it.
+fn end_in(text: &str, part: &str) -> usize {
+    part.as_ptr().addr().saturating_sub(text.as_ptr().addr()) + part.len()
 }
 
-impl<'de> Visitor<'de> for FromStart {
-    type Value = Option<&'de RawValue>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an array")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
-        for _ in 0..self.index {
-            if seq.next_element::<IgnoredAny>()?.is_none() {
-                return Ok(None);
-            }
-        }
-        let found = seq.next_element()?;
-        while seq.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(found)
-    }
-}
-
-struct FromEnd<'de> {
-    back: u64,
-    /// The last elements so far, at most `back` of them.
-    last: VecDeque<&'de RawValue>,
-}
-
-impl<'de> Visitor<'de> for FromEnd<'de> {
-    type Value = Option<&'de RawValue>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an array")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Self::Value, A::Error> {
-        let mut seen: u64 = 0;
-        while let Some(element) = seq.next_element()? {
-            if seen >= self.back {
-                self.last.pop_front();
-            }
-            self.last.push_back(element);
-            seen += 1;
-        }
-        Ok(if seen < self.back { None } else { self.last.pop_front() })
-    }
+fn is_white_space(byte: u8) -> bool {
+    matches!(byte, b' ' | b'\t' | b'\n' | b'\r')
 }
 
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";

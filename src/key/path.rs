@@ -270,7 +270,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Each step is one pass over a part of the body.
+/// A walk recurses once a step, and each negative index reads a part of the body again.
 const MAX_STEPS: usize = 32;
 
 /// The integers that I-JSON calls exact.
