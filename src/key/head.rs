@@ -107,6 +107,8 @@ mod tests {
             (Some("id=1&id=2"), Err(Problem::TwoValues)),
             (Some("id=1&id="), Err(Problem::TwoValues)),
             (Some("%69d=1&id=%31"), Ok("1")),
+            (Some("%69d=1"), Ok("1")),
+            (Some("%69d=1&id=2"), Err(Problem::TwoValues)),
             (Some("id=a=b"), Ok("a=b")),
             (Some("id=a+b%2B%26"), Ok("a b+&")),
             (Some("id=100%"), Ok("100%")),

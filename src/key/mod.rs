@@ -126,8 +126,8 @@ impl KeySource {
     /// are one key. The content type is not looked at, since many senders have it wrong; a byte
     /// order mark in front is skipped. The whole body must be one JSON document.
     ///
-    /// Reading takes one pass over the body and one over each object or array that the path goes
-    /// through. Nesting costs no stack, whatever its depth.
+    /// Reading takes one pass over the body (the element that a negative index picks is read a
+    /// second time) and builds nothing. Nesting costs no stack, whatever its depth.
     ///
     /// # Errors
     ///

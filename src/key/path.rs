@@ -270,7 +270,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Each step is one pass over a part of the body.
+/// A walk recurses once a step, and each negative index reads a part of the body again.
 const MAX_STEPS: usize = 32;
 
 /// The integers that I-JSON calls exact.
@@ -294,3 +294,175 @@ const FILTER: &str = "a filter may find many values, and a request needs one key
 const SLICE: &str = "a slice finds many values, and a request needs one key; write one index";
 const UNION: &str = "a list finds many values, and a request needs one key; write one name or \
                      index, or join two paths: `json:$.a + json:$.b`";
+
+#[cfg(test)]
+impl Path {
+    pub(super) fn of(steps: Vec<Step>) -> Self {
+        Self(steps)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn name(name: &str) -> Step {
+        Step::Name(name.to_owned())
+    }
+
+    #[test]
+    fn singular_queries_are_read_and_shown() {
+        for (text, steps, shown) in [
+            ("$", vec![], "$"),
+            ("$.id", vec![name("id")], "$.id"),
+            ("$._a1", vec![name("_a1")], "$._a1"),
+            ("$.é", vec![name("é")], "$.é"),
+            (
+                "$.\u{80}\u{d7ff}\u{e000}😀",
+                vec![name("\u{80}\u{d7ff}\u{e000}😀")],
+                "$.\u{80}\u{d7ff}\u{e000}😀",
+            ),
+            ("$.\u{a0}", vec![name("\u{a0}")], "$.\u{a0}"),
+            ("$['id']", vec![name("id")], "$.id"),
+            ("$[\"id\"]", vec![name("id")], "$.id"),
+            (
+                "$['odd key'][0].id",
+                vec![name("odd key"), Step::Index(0), name("id")],
+                "$['odd key'][0].id",
+            ),
+            ("$['']", vec![name("")], "$['']"),
+            ("$['0']", vec![name("0")], "$['0']"),
+            ("$['*']", vec![name("*")], "$['*']"),
+            ("$['a.b']", vec![name("a.b")], "$['a.b']"),
+            ("$['\"']", vec![name("\"")], "$['\"']"),
+            ("$[\"'\"]", vec![name("'")], r"$['\'']"),
+            (r"$['\'']", vec![name("'")], r"$['\'']"),
+            (r#"$["\""]"#, vec![name("\"")], "$['\"']"),
+            (r"$['\b\f\n\r\t\/\\']", vec![name("\u{8}\u{c}\n\r\t/\\")], r"$['\b\f\n\r\t/\\']"),
+            (r"$['\u0041\u00e9\u00E9']", vec![name("Aéé")], "$.Aéé"),
+            (r"$['\u0000\u000b']", vec![name("\0\u{b}")], r"$['\u0000\u000b']"),
+            (r"$['\uD83D\ude00']", vec![name("😀")], "$.😀"),
+            ("$['\u{7f}']", vec![name("\u{7f}")], "$['\u{7f}']"),
+            ("$[0]", vec![Step::Index(0)], "$[0]"),
+            ("$[10]", vec![Step::Index(10)], "$[10]"),
+            ("$[-1]", vec![Step::Index(-1)], "$[-1]"),
+            ("$[9007199254740991]", vec![Step::Index(MAX_INDEX)], "$[9007199254740991]"),
+            ("$[-9007199254740991]", vec![Step::Index(-MAX_INDEX)], "$[-9007199254740991]"),
+            ("$ .a\t['b']\n[ 0 ]", vec![name("a"), name("b"), Step::Index(0)], "$.a.b[0]"),
+            ("$[\r'a' ]", vec![name("a")], "$.a"),
+        ] {
+            let path = Path::parse(text).unwrap();
+            assert_eq!(path.steps(), steps, "{text}");
+            assert_eq!(path.to_string(), shown, "{text}");
+            assert_eq!(Path::parse(shown), Ok(path), "{text}");
+        }
+    }
+
+    #[test]
+    fn anything_else_is_refused_at_the_character() {
+        // The byte and a word of the reason.
+        for (text, at, reason) in [
+            ("", 0, "begins with `$`"),
+            ("id", 0, "begins with `$`"),
+            (".id", 0, "begins with `$`"),
+            ("@.id", 0, "begins with `$`"),
+            (" $.id", 0, "begins with `$`"),
+            ("$.id ", 4, "white space"),
+            ("$ ", 1, "white space"),
+            ("$id", 1, "goes on with"),
+            ("$$", 1, "goes on with"),
+            ("$.", 2, "followed by a name"),
+            ("$. a", 2, "followed by a name"),
+            ("$.0", 2, "followed by a name"),
+            ("$.'a'", 2, "followed by a name"),
+            ("$.[0]", 2, "no dot"),
+            ("$.a-b", 3, "odd-key"),
+            ("$.a|b", 3, "odd-key"),
+            ("$.a)", 3, "goes on with"),
+            ("$.a]", 3, "odd-key"),
+            ("$.a.length()", 10, "odd-key"),
+            ("$..id", 1, "every depth"),
+            ("$..*", 1, "every depth"),
+            ("$.*", 2, "many values"),
+            ("$[*]", 2, "retry may group"),
+            ("$.a[ * ]", 5, "retry may group"),
+            ("$[?@.a]", 2, "filter"),
+            ("$[:]", 2, "slice"),
+            ("$[0:1]", 3, "slice"),
+            ("$[1 :]", 4, "slice"),
+            ("$[0,1]", 3, "a list"),
+            ("$['a','b']", 5, "a list"),
+            ("$[", 2, "in quotes"),
+            ("$[]", 2, "in quotes"),
+            ("$[a]", 2, "in quotes"),
+            ("$[+1]", 2, "in quotes"),
+            ("$['a'", 5, "`]` is missing"),
+            ("$[1", 3, "`]` is missing"),
+            ("$[1.0]", 3, "`]` is missing"),
+            ("$[1e0]", 3, "`]` is missing"),
+            ("$[0x1]", 3, "`]` is missing"),
+            ("$[-]", 3, "digits"),
+            ("$[- 1]", 3, "digits"),
+            ("$[-0]", 2, "leading zero"),
+            ("$[00]", 2, "leading zero"),
+            ("$[01]", 2, "leading zero"),
+            ("$[-01]", 2, "leading zero"),
+            ("$[9007199254740992]", 2, "2^53"),
+            ("$[-9007199254740992]", 2, "2^53"),
+            ("$[99999999999999999999]", 2, "2^53"),
+            ("$['a]", 5, "closing quote"),
+            ("$['a\"]", 6, "closing quote"),
+            (r"$['\']", 6, "closing quote"),
+            ("$['a\tb']", 4, "control character"),
+            ("$['\0']", 3, "control character"),
+            (r"$['\x']", 3, "escape is"),
+            (r#"$['\"']"#, 3, "escape is"),
+            (r#"$["\'"]"#, 3, "escape is"),
+            (r"$['\u12']", 3, "escape is"),
+            (r"$['\u+041']", 3, "escape is"),
+            (r"$['\U0041']", 3, "escape is"),
+            (r"$['\ud800']", 3, "surrogate"),
+            (r"$['\ud800x']", 3, "surrogate"),
+            (r"$['\ud800\n']", 3, "surrogate"),
+            (r"$['\ud800\ud800']", 3, "surrogate"),
+            (r"$['\udc00']", 3, "surrogate"),
+        ] {
+            let flaw = Path::parse(text).unwrap_err();
+            assert_eq!(flaw.at, at, "{text}: {}", flaw.reason);
+            assert!(flaw.reason.contains(reason), "{text}: {}", flaw.reason);
+        }
+    }
+
+    #[test]
+    fn a_path_has_at_most_32_steps() {
+        assert!(Path::parse(&format!("${}", ".a".repeat(32))).is_ok());
+        let flaw = Path::parse(&format!("${}", "[0]".repeat(33))).unwrap_err();
+        assert_eq!((flaw.at, &*flaw.reason), (97, "a path has at most 32 steps"));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_shown_is_read_again(
+            steps in prop::collection::vec(
+                prop_oneof![
+                    any::<String>().prop_map(Step::Name),
+                    "[a-z_é][a-z0-9_é]{0,3}".prop_map(Step::Name),
+                    (-MAX_INDEX..=MAX_INDEX).prop_map(Step::Index),
+                ],
+                0..8,
+            ),
+        ) {
+            let path = Path::of(steps);
+            prop_assert_eq!(Path::parse(&path.to_string()), Ok(path));
+        }
+
+        #[test]
+        fn no_text_makes_the_parser_panic(text in "\\$?[.\\[\\]'\"\\\\u*?:,a0-9d -]{0,12}|.*") {
+            drop(Path::parse(&text));
+        }
+    }
+}

@@ -61,6 +61,7 @@ struct Parser<'a> {
 impl<'a> Parser<'a> {
     fn whole(&mut self) -> Result<KeySource, Flaw> {
         let source = self.any()?;
+        self.skip_blanks();
         match self.peek() {
             None => Ok(source),
             Some(')') => Err(self.flaw("this parenthesis was not opened")),
@@ -96,6 +97,7 @@ impl<'a> Parser<'a> {
                 return Err(Flaw::new(begin, format!("parentheses go {MAX_DEPTH} deep at most")));
             }
             let source = self.any()?;
+            self.skip_blanks();
             if !self.eat(")") {
                 return Err(self.flaw("`)` is missing"));
             }
@@ -164,6 +166,7 @@ impl<'a> Parser<'a> {
         let before = self.at;
         self.skip_blanks();
         if self.peek() != Some(operator) {
+            self.at = before;
             return Ok(false);
         }
         let at = self.at;
@@ -223,3 +226,199 @@ const MAX_DEPTH: usize = 32;
 const SOURCE: &str = "a source begins with `header:`, `json:` or `query:`, as in \
                       `header:x-event-id`, `json:$.id` or `query:event`";
 const SPACED: &str = "`+` and `|` stand between white space, as in `header:a + header:b`";
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+    use proptest::prelude::*;
+
+    use super::{super::path::Step, *};
+
+    fn shown(text: &str) -> String {
+        text.parse::<KeySource>().unwrap().to_string()
+    }
+
+    #[test]
+    fn the_text_form_is_read_and_shown() {
+        for text in [
+            "header:x-github-delivery",
+            "json:$.id",
+            "json:$.message.messageId",
+            "json:$['odd key'][0].id",
+            "json:$['a + b | (c)']",
+            "query:event",
+            "query:event%20id",
+            "header:ce-source + header:ce-id",
+            "header:webhook-id | json:$.id",
+            "header:a + header:b | header:c + header:d",
+            "(header:a | header:b) + (header:c | query:d)",
+            "(header:a + json:$.b | header:c) + header:d",
+            // Both operators are characters of header names.
+            "header:a+b + header:c|d",
+            "header:+ | header:|",
+        ] {
+            assert_eq!(shown(text), text);
+        }
+        for (text, same) in [
+            ("header:X-GitHub-Delivery", "header:x-github-delivery"),
+            ("  json:$['id'] \n", "json:$.id"),
+            ("json:$ .a ['b'] + header:c", "json:$.a.b + header:c"),
+            ("((header:a))", "header:a"),
+            ("( header:a )+ header:b", ""),
+            ("(header:a + header:b) + header:c", "header:a + header:b + header:c"),
+            ("header:a | (header:b | header:c)", "header:a | header:b | header:c"),
+            ("header:a | (header:b + header:c)", "header:a | header:b + header:c"),
+            ("header:a\t+\nheader:b", "header:a + header:b"),
+            ("query:a+b", "query:a%2Bb"),
+            ("query:%41é", "query:A%C3%A9"),
+            ("query:a[id]", "query:a[id]"),
+            ("(query:a)", "query:a"),
+            ("(json:$)", "json:$"),
+        ] {
+            match same {
+                "" => assert!(text.parse::<KeySource>().is_err(), "{text}"),
+                same => assert_eq!(shown(text), same, "{text}"),
+            }
+        }
+    }
+
+    #[test]
+    fn anything_else_is_refused_at_the_character() {
+        for (text, at, reason) in [
+            ("", 1, "begins with `header:`"),
+            ("  ", 3, "begins with `header:`"),
+            ("$.id", 1, "begins with `header:`"),
+            ("cookie:a", 1, "begins with `header:`"),
+            ("Header:a", 1, "begins with `header:`"),
+            ("fn", 1, "no text form"),
+            ("header:a | fn", 12, "no text form"),
+            ("header:", 8, "followed by the name"),
+            ("header: a", 8, "followed by the name"),
+            ("header:a b", 10, "stands between two"),
+            ("header:é", 8, "a header name has"),
+            ("header:a|header:b", 16, "white space"),
+            ("header:a +header:b", 10, "white space"),
+            ("header:a + ", 12, "begins with `header:`"),
+            ("header:a +", 11, "begins with `header:`"),
+            ("+ header:a", 1, "begins with `header:`"),
+            ("header:a | | header:b", 12, "begins with `header:`"),
+            ("(header:a", 10, "`)` is missing"),
+            ("header:a)", 9, "not opened"),
+            ("(header:a))", 11, "not opened"),
+            ("()", 2, "begins with `header:`"),
+            ("(header:a)+ header:b", 11, "white space"),
+            ("header:a(b", 9, "stands between two"),
+            ("json:", 6, "begins with `$`"),
+            ("json:id", 6, "begins with `$`"),
+            ("json:$.a*", 9, "odd-key"),
+            ("json:$.a+header:b", 9, "odd-key"),
+            ("json:$[0]+", 10, "goes on with"),
+            ("json:$.é[*]", 10, "retry may group"),
+            ("header:é | json:$..id", 8, "a header name has"),
+            ("query:", 7, "followed by the name"),
+            ("query:100%", 10, "write `%25`"),
+            ("query:%+1", 7, "write `%25`"),
+            ("query:%zz", 7, "write `%25`"),
+            ("query:%é", 7, "write `%25`"),
+            ("query:%FF", 7, "not UTF-8"),
+        ] {
+            let error = text.parse::<KeySource>().unwrap_err();
+            let KeySourceError::Text { at: found, reason: why, .. } = &error else {
+                panic!("{text}: {error:?}")
+            };
+            assert_eq!(*found, at, "{text}: {why}");
+            assert!(why.contains(reason), "{text}: {why}");
+        }
+    }
+
+    #[test]
+    fn errors_say_where_and_what_to_do() {
+        let error = "json:$.a..b".parse::<KeySource>().unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "`json:$.a..b` is no key source: at character 9: `..` searches at every depth and may \
+             find many values, and a request needs one key; write the whole path"
+        );
+        let error = KeySource::json("$.é[*]").unwrap_err();
+        assert!(
+            error.to_string().starts_with(
+                "`$.é[*]` is no path to one value: at character 5: `*` finds many values"
+            ),
+            "{error}"
+        );
+        let error = KeySource::json("$['a\n").unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "`$['a\\n` is no path to one value: at character 5: a control character is written as \
+             an escape"
+        );
+        let error = KeySource::json("$[").unwrap_err();
+        assert!(error.to_string().contains(": at the end (character 3): "), "{error}");
+        let error = KeySource::header("x id").unwrap_err();
+        assert!(error.to_string().starts_with("`x id` is no header name; "), "{error}");
+        let error = KeySource::query("").unwrap_err();
+        assert!(error.to_string().contains("such as `event`"), "{error}");
+    }
+
+    #[test]
+    fn parentheses_have_a_bound() {
+        let nested = |deep| format!("{}header:a{}", "(".repeat(deep), ")".repeat(deep));
+        assert_eq!(shown(&nested(32)), "header:a");
+        assert!(nested(33).parse::<KeySource>().unwrap_err().to_string().contains("32 deep"));
+        assert!("(".repeat(1_000_000).parse::<KeySource>().is_err());
+        // The bound is on depth, not on number.
+        assert!(format!("{}header:a", "(header:a) | ".repeat(100)).parse::<KeySource>().is_ok());
+    }
+
+    /// Equality that does not look at the text form.
+    fn same(a: &KeySource, b: &KeySource) -> bool {
+        match (&*a.0, &*b.0) {
+            (Node::Header(a), Node::Header(b)) => a == b,
+            (Node::Json(a), Node::Json(b)) => a == b,
+            (Node::Query(a), Node::Query(b)) => a == b,
+            (Node::All(a), Node::All(b)) | (Node::Any(a), Node::Any(b)) => {
+                a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
+            }
+            _ => false,
+        }
+    }
+
+    fn sources() -> impl Strategy<Value = KeySource> {
+        let step =
+            prop_oneof![any::<String>().prop_map(Step::Name), (-9..9_i64).prop_map(Step::Index)];
+        let one = prop_oneof![
+            "[a-zA-Z0-9!#$%&'*+.^_`|~-]{1,12}".prop_map(|name| KeySource::header(name).unwrap()),
+            prop::collection::vec(step, 0..4)
+                .prop_map(|steps| KeySource::of(Node::Json(Path::of(steps)))),
+            prop_oneof![".{1,9}", "[ +|()%&=\\n:]{1,9}"]
+                .prop_filter("named", |name| !name.is_empty())
+                .prop_map(|name| KeySource::query(name).unwrap()),
+        ];
+        one.prop_recursive(5, 24, 2, |source| {
+            (source.clone(), source, any::<bool>())
+                .prop_map(|(a, b, and)| if and { a.and(b) } else { a.or(b) })
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(1_000))]
+
+        #[test]
+        fn what_is_shown_is_read_again(source in sources()) {
+            let text = source.to_string();
+            let read: KeySource = text.parse().unwrap();
+            prop_assert!(same(&source, &read), "{} became {}", text, read);
+            prop_assert_eq!(read.to_string(), text);
+        }
+
+        #[test]
+        fn no_text_makes_the_parser_panic(
+            text in "(header:|json:\\$|query:|[()+| .%a*\\[\\]'é-]){0,12}|.*",
+        ) {
+            if let Ok(source) = text.parse::<KeySource>() {
+                prop_assert!(source.to_string().parse::<KeySource>().is_ok());
+            }
+        }
+    }
+}

@@ -190,3 +190,106 @@ const PATHS: &[Row] = &[
     // Linear.
     (&["$.webhookTimestamp"], SENT_AT, "`header:linear-delivery`"),
 ];
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+    use std::collections::HashSet;
+
+    use super::*;
+
+    fn volatile(text: &str) -> Option<Volatile> {
+        text.parse::<KeySource>().unwrap().volatile()
+    }
+
+    #[test]
+    fn the_headers_that_people_take_by_mistake_are_known() {
+        for name in [
+            "Date",
+            "X-Request-Id",
+            "traceparent",
+            "tracestate",
+            "X-Amzn-Trace-Id",
+            "Stripe-Signature",
+            "X-Slack-Retry-Num",
+            "X-Slack-Request-Timestamp",
+            "X-Slack-Signature",
+            "X-Hub-Signature",
+            "X-Hub-Signature-256",
+            "Webhook-Timestamp",
+            "Webhook-Signature",
+            "Svix-Timestamp",
+            "Svix-Signature",
+            "X-B3-TraceId",
+            "PayPal-Transmission-Id",
+            "Box-Delivery-Id",
+        ] {
+            let found = volatile(&format!("header:{name}"));
+            assert_eq!(found.unwrap().source(), format!("header:{}", name.to_lowercase()));
+        }
+    }
+
+    #[test]
+    fn what_names_the_event_is_not_on_the_list() {
+        for text in [
+            "header:x-github-delivery",
+            "header:webhook-id",
+            "header:svix-id",
+            "header:x-shopify-event-id",
+            "header:x-shopify-hmac-sha256",
+            "header:x-amz-sns-message-id",
+            "header:idempotency-key",
+            "header:x-correlation-id",
+            "header:ce-source + header:ce-id",
+            "json:$.id",
+            "json:$.date",
+            "json:$.message.messageId",
+            "query:date",
+            "header:x-signature",
+        ] {
+            assert_eq!(volatile(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn one_volatile_part_makes_the_whole_volatile() {
+        for (text, source) in [
+            ("header:webhook-id | header:date", "header:date"),
+            ("json:$.id + (header:x | json:$['deliveryAttempt'])", "json:$.deliveryAttempt"),
+            ("header:cf-ray + header:date", "header:cf-ray"),
+        ] {
+            assert_eq!(volatile(text).unwrap().source(), source, "{text}");
+        }
+        assert_eq!(
+            volatile("json:$.id + header:Stripe-Signature").unwrap().to_string(),
+            "`header:stripe-signature` changes from one delivery of an event to the next: it is a \
+             signature that covers the time at which this attempt was sent; use `json:$.id` instead"
+        );
+    }
+
+    #[test]
+    fn the_table_is_sound() {
+        let mut seen = HashSet::new();
+        let sources = |kind: &'static str, table: &'static [Row]| {
+            table.iter().flat_map(move |(names, _, instead)| {
+                names.iter().map(move |name| (format!("{kind}:{name}"), *instead))
+            })
+        };
+        for (text, instead) in sources("header", HEADERS).chain(sources("json", PATHS)) {
+            // Names are written as sources show them, or they would never be matched.
+            assert_eq!(text.parse::<KeySource>().unwrap().to_string(), text);
+            assert!(volatile(&text).is_some(), "{text}");
+            assert!(seen.insert(text.clone()), "{text} is there twice");
+            // Each second piece stands between backticks.
+            for better in instead
+                .split('`')
+                .skip(1)
+                .step_by(2)
+                .filter(|piece| piece.contains('-') || piece.contains('$'))
+            {
+                assert_eq!(volatile(better), None, "{text} → {better}");
+            }
+        }
+    }
+}
