@@ -181,7 +181,12 @@ where
                 };
                 return Ok(call.refuse(config, Refusal::InProgress { status, lease_left }).await);
             }
-            NotRun::Busy => return Ok(call.refuse(config, Refusal::TooManyInFlight).await),
+            NotRun::Busy => {
+                if patience.begun && patience.wait().await {
+                    continue;
+                }
+                return Ok(call.refuse(config, Refusal::TooManyInFlight).await);
+            }
             NotRun::Store(error) => {
                 let passes = config.store_down == StoreDown::PassThrough;
                 tracing::error!(
@@ -260,6 +265,7 @@ where
 /// How long a delivery waits for another one of the same event.
 struct Patience {
     until: Option<Instant>,
+    begun: bool,
     pause: Duration,
 }
 
@@ -269,13 +275,14 @@ impl Patience {
             InProgress::Wait(patience) => Some(Instant::now() + patience),
             InProgress::Unavailable | InProgress::Conflict => None,
         };
-        Self { until, pause: FIRST_PAUSE }
+        Self { until, begun: false, pause: FIRST_PAUSE }
     }
 
     /// Waits a moment, unless the patience is over.
     async fn wait(&mut self) -> bool {
         let left = self.until.map(|until| until.saturating_duration_since(Instant::now()));
         let Some(left) = left.filter(|left| !left.is_zero()) else { return false };
+        self.begun = true;
         sleep(self.pause.min(left)).await;
         self.pause = (self.pause * 3 / 2).min(LONGEST_PAUSE);
         true

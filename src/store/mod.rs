@@ -1,5 +1,7 @@
 //! Where claims live: the trait every store implements, and the two stores that come with it.
 
+mod memory;
+
 use std::{
     fmt,
     future::Future,
@@ -12,6 +14,8 @@ use std::{
 };
 
 use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, State};
+
+pub use self::memory::MemoryStore;
 
 /// The future that a store returns.
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
