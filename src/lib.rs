@@ -16,5 +16,5 @@ pub use crate::{
         ResponseFuture, StoreDown,
     },
     key::{KeySource, KeySourceError},
-    store::{ClaimStore, MemoryStore, StoreError},
+    store::{ClaimStore, MemoryStore, PgStore, StoreError},
 };

@@ -1,6 +1,7 @@
 //! Where claims live: the trait every store implements, and the two stores that come with it.
 
 mod memory;
+mod postgres;
 
 use std::{
     fmt,
@@ -15,7 +16,10 @@ use std::{
 
 use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, State};
 
-pub use self::memory::MemoryStore;
+pub use self::{
+    memory::MemoryStore,
+    postgres::{PgStore, PgStoreBuilder},
+};
 
 /// The future that a store returns.
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
@@ -193,6 +197,8 @@ pub enum StoreErrorKind {
     /// The table is missing, or is not of this version, or may not be used by this database user:
     /// run the migration.
     Schema,
+    /// A setting or the database's URL cannot be used.
+    Config,
     /// Other transactions got in the way more often than was tried. The operation was not carried
     /// out.
     Conflict,
@@ -228,6 +234,7 @@ impl fmt::Display for StoreError {
             StoreErrorKind::Unavailable => "the store is not available",
             StoreErrorKind::Unknown => "the store gave no answer, the outcome is unknown",
             StoreErrorKind::Schema => "the table is missing or of another version, run migrate()",
+            StoreErrorKind::Config => "a setting cannot be used",
             StoreErrorKind::Conflict => "other transactions got in the way too often",
             StoreErrorKind::Other => "the store failed",
         };

@@ -1,0 +1,189 @@
+//! Every statement that a request or a holder sends. Migrations are in [`schema`](super::schema).
+//!
+//! Each is sent between [`opening`] and [`CLOSING`], all three in one round trip: the isolation is
+//! pinned, whatever the database defaults to, and no wait is without a bound. Values go as
+//! parameters of builtin types, columns by name; only the table's quoted name is put into the text.
+//!
+//! Durations are parameters in milliseconds. All time is `now()`, the beginning of the
+//! transaction, but what is left of a lease is told by `clock_timestamp()`, so that a lease
+//! written after a wait is seen to be short.
+
+use std::{fmt::Write, time::Duration};
+
+use super::schema::Table;
+
+/// The texts, with the table's name in place.
+#[derive(Debug)]
+pub(super) struct Statements {
+    pub(super) claim: String,
+    pub(super) take: String,
+    pub(super) complete: String,
+    pub(super) fail: String,
+    pub(super) renew: String,
+    pub(super) forget: String,
+    pub(super) show: String,
+    pub(super) purge: String,
+}
+
+impl Statements {
+    pub(super) fn on(table: &Table) -> Self {
+        let table = table.quoted();
+        Self {
+            // Inserts a row for the key, or reads the one that is there.
+            //
+            // Parameters: scope, key, token, lease, retention. Rows: the row, with `inserted`; none
+            // if the row that stood in the way was not committed when the statement began (its
+            // snapshot is older): look again. Two if one was deleted meanwhile; the inserted counts.
+            // Locks: the new row's. A key that is there is read without a lock and without WAL, but
+            // one that an open transaction has inserted is waited for, up to the lock timeout.
+            // Index: the primary key.
+            claim: format!(
+                "WITH inserted AS (
+                     INSERT INTO {table}
+                         (scope, event_key, status, token, attempt, claimed_at, lease_until, expires_at)
+                     VALUES ($1, $2, 'in_progress', $3, 1, now(),
+                             now() + $4 * {MILLISECOND}, now() + ($4 + $5) * {MILLISECOND})
+                     ON CONFLICT (scope, event_key) DO NOTHING
+                     RETURNING lease_until
+                 )
+                 SELECT true AS inserted, 'in_progress' AS status, true AS mine, 1 AS attempt,
+                        {lease_left} AS lease_left, false AS expired, NULL::int2 AS response_status
+                 FROM inserted
+                 UNION ALL
+                 SELECT false, status, coalesce(token = $3, false), attempt,
+                        {lease_left}, expires_at <= now(), response_status
+                 FROM {table} WHERE scope = $1 AND event_key = $2",
+                lease_left = left("lease_until"),
+            ),
+            // Takes a key that is free: failed, its lease over, or its retention over.
+            //
+            // Parameters: as `claim`. Rows: attempt and what is left of the lease; none if the key
+            // is not free (any more): look again. Locks: the row's, waited for up to the lock
+            // timeout; after the wait the condition is looked at again. Index: the primary key.
+            take: format!(
+                "UPDATE {table}
+                 SET status = 'in_progress', token = $3,
+                     attempt = CASE WHEN expires_at <= now() THEN 1 ELSE attempt + 1 END,
+                     claimed_at = now(), lease_until = now() + $4 * {MILLISECOND}, done_at = NULL,
+                     expires_at = now() + ($4 + $5) * {MILLISECOND}, response_status = NULL
+                 WHERE scope = $1 AND event_key = $2
+                   AND (expires_at <= now() OR status = 'failed'
+                        OR (status = 'in_progress' AND lease_until <= now()))
+                 RETURNING attempt, {lease_left} AS lease_left",
+                lease_left = left("lease_until"),
+            ),
+            // Marks a claim done. Asked again it finds its own mark and leaves it as it is.
+            //
+            // Parameters: scope, key, token, status, retention. Rows: one, or none if the token
+            // holds the key no longer. Locks: the row's. Index: the primary key; no index has a
+            // column that changes, so the update is HOT.
+            complete: format!(
+                "UPDATE {table}
+                 SET status = 'done',
+                     done_at = CASE status WHEN 'done' THEN done_at ELSE now() END,
+                     response_status = CASE status WHEN 'done' THEN response_status ELSE $4 END,
+                     expires_at = CASE status WHEN 'done' THEN expires_at
+                                  ELSE now() + $5 * {MILLISECOND} END
+                 WHERE scope = $1 AND event_key = $2 AND token = $3
+                   AND status IN ('in_progress', 'done')
+                 RETURNING true"
+            ),
+            // Frees a claim.
+            //
+            // Parameters: scope, key, token, retention. Rows, locks, index: as `complete`.
+            fail: format!(
+                "UPDATE {table}
+                 SET status = 'failed', expires_at = now() + $4 * {MILLISECOND}
+                 WHERE scope = $1 AND event_key = $2 AND token = $3 AND status = 'in_progress'
+                 RETURNING true"
+            ),
+            // Moves leases on.
+            //
+            // Parameters: arrays of scope, key, token, lease, retention; sorted by key and each
+            // claim once. Rows: the places (from 1) of those that are held. Locks: the rows'.
+            // Index: the primary key.
+            renew: format!(
+                "UPDATE {table} AS held
+                 SET lease_until = now() + claims.lease * {MILLISECOND},
+                     expires_at = now() + (claims.lease + claims.retention) * {MILLISECOND}
+                 FROM unnest($1, $2, $3, $4, $5) WITH ORDINALITY
+                     AS claims(scope, event_key, token, lease, retention, place)
+                 WHERE held.scope = claims.scope AND held.event_key = claims.event_key
+                   AND held.token = claims.token AND held.status = 'in_progress'
+                 RETURNING claims.place"
+            ),
+            // Deletes a key.
+            //
+            // Parameters: scope, key. Rows: one if there was a row, whether it was within its
+            // retention. Locks: the row's. Index: the primary key.
+            forget: format!(
+                "DELETE FROM {table} WHERE scope = $1 AND event_key = $2
+                 RETURNING expires_at > now()"
+            ),
+            // Reads a key.
+            //
+            // Parameters: scope, key. Rows: one or none. Locks: none. Index: the primary key.
+            show: format!(
+                "SELECT status, attempt, {lease_left} AS lease_left,
+                        {retention_left} AS retention_left, response_status
+                 FROM {table} WHERE scope = $1 AND event_key = $2 AND expires_at > now()",
+                lease_left = left("lease_until"),
+                retention_left = left("expires_at"),
+            ),
+            // Deletes rows past their retention.
+            //
+            // Parameters: how many at most. Rows: one, their number. Locks: the deleted rows'; rows
+            // that somebody else has locked are skipped. Index: none, it reads the table until it
+            // has found enough; an index on `expires_at` would cost every completion its HOT update.
+            purge: format!(
+                "WITH purged AS (
+                     DELETE FROM {table}
+                     WHERE ctid = ANY (ARRAY(
+                         SELECT ctid FROM {table} WHERE {over} LIMIT $1 FOR UPDATE SKIP LOCKED))
+                       AND {over}
+                     RETURNING true
+                 )
+                 SELECT count(*) FROM purged",
+                over = "expires_at <= now() AND (status <> 'in_progress' OR lease_until <= now())",
+            ),
+        }
+    }
+}
+
+/// Begins the transaction of one statement: isolation and bounds of its own, whatever the session
+/// or the database has set.
+pub(super) fn opening(bounds: &Bounds) -> String {
+    let mut opening = String::from("BEGIN ISOLATION LEVEL READ COMMITTED");
+    for (setting, bound) in [("lock_timeout", bounds.lock), ("statement_timeout", bounds.statement)]
+    {
+        // Zero would mean no bound.
+        let millis = bound.as_millis().clamp(1, i32::MAX as u128);
+        // Writing to a string does not fail.
+        let _ = write!(opening, "; SET LOCAL {setting} = {millis}");
+    }
+    if bounds.durable {
+        opening.push_str(
+            "; SELECT set_config('synchronous_commit', 'on', true) \
+             WHERE current_setting('synchronous_commit') = 'off'",
+        );
+    }
+    opening
+}
+
+/// Ends the transaction of one statement.
+pub(super) const CLOSING: &str = "COMMIT";
+
+/// How long a statement may wait, and whether its commit must reach the disk.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bounds {
+    pub(super) lock: Duration,
+    pub(super) statement: Duration,
+    pub(super) durable: bool,
+}
+
+/// What is left until a time, in whole milliseconds rounded up, and not less than zero.
+fn left(until: &str) -> String {
+    format!("ceil(greatest(extract(epoch FROM {until} - clock_timestamp()) * 1000, 0))::int8")
+}
+
+const MILLISECOND: &str = "interval '1 millisecond'";
