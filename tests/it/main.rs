@@ -1,8 +1,18 @@
 //! The integration tests, one module per behaviour.
 
 #![allow(unreachable_pub, reason = "modules of one binary")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    clippy::print_stdout,
+    reason = "a test that fails says so by panicking"
+)]
 
 mod deduplicator;
 mod hosts;
 mod layer;
+mod migrate;
+mod postgres_store;
+mod promises;
 mod support;

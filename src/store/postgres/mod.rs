@@ -14,13 +14,13 @@ mod tls;
 use std::{collections::BTreeSet, fmt, sync::Arc, time::Duration};
 
 use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_postgres::{Row, types::Type};
 
 use self::{
     connect::Target,
     schema::{ADOPTED, DEFAULT_NAME, Table},
-    session::{Ask, Failure, Param, Session, Trouble},
+    session::{Ask, Failure, Param, Session, Trouble, jitter},
     statements::{Bounds, Statements},
 };
 use super::{ClaimStore, Completion, Record, StoreError, StoreErrorKind, StoreFuture, StoreId};
@@ -421,7 +421,10 @@ impl Shared {
             bounds: Bounds { durable: true, ..self.bounds_within(claim.lease) },
             params: &params,
         };
-        for _ in 0..MAX_LOOKS {
+        for look in 0..MAX_LOOKS {
+            if look >= LOOKS_WITHOUT_A_PAUSE {
+                sleep(jitter()).await;
+            }
             let looked = self.session.ask(&ask(&self.statements.claim), deadline).await;
             let row = match looked {
                 Ok(rows) => rows.first().map(found).transpose()?,
@@ -670,6 +673,7 @@ const SHORTEST_TIMEOUT: Duration = Duration::from_millis(10);
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(600);
 const MIGRATION_TIMEOUT: Duration = Duration::from_secs(600);
 const MIGRATION_LOCK_TIMEOUT: Duration = Duration::from_secs(30);
-const MAX_LOOKS: u32 = 5;
+const MAX_LOOKS: u32 = 12;
+const LOOKS_WITHOUT_A_PAUSE: u32 = 2;
 /// A thousand years.
 const LONGEST_MILLIS: i64 = 1000 * 366 * 24 * 60 * 60 * 1000;

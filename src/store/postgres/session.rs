@@ -258,7 +258,7 @@ impl Drop for Lent {
 }
 
 /// Keeps two transactions that got in each other's way from doing it again.
-fn jitter() -> Duration {
+pub(super) fn jitter() -> Duration {
     let random = getrandom::u32().unwrap_or_default();
     Duration::from_millis(u64::from(5 + random % 45))
 }

@@ -2,7 +2,8 @@
 //!
 //! Each is sent between [`opening`] and [`CLOSING`], all three in one round trip: the isolation is
 //! pinned, whatever the database defaults to, and no wait is without a bound. Values go as
-//! parameters of builtin types, columns by name; only the table's quoted name is put into the text.
+//! parameters of builtin types, columns by name and cast to what is read, so that a later version may
+//! add or widen some; only the table's quoted name is put into the text.
 //!
 //! Durations are parameters in milliseconds. All time is `now()`, the beginning of the
 //! transaction, but what is left of a lease is told by `clock_timestamp()`, so that a lease
@@ -50,8 +51,8 @@ impl Statements {
                         {lease_left} AS lease_left, false AS expired, NULL::int2 AS response_status
                  FROM inserted
                  UNION ALL
-                 SELECT false, status, coalesce(token = $3, false), attempt,
-                        {lease_left}, expires_at <= now(), response_status
+                 SELECT false, status::text, coalesce(token = $3, false), attempt::int4,
+                        {lease_left}, expires_at <= now(), response_status::int2
                  FROM {table} WHERE scope = $1 AND event_key = $2",
                 lease_left = left("lease_until"),
             ),
@@ -69,7 +70,7 @@ impl Statements {
                  WHERE scope = $1 AND event_key = $2
                    AND (expires_at <= now() OR status = 'failed'
                         OR (status = 'in_progress' AND lease_until <= now()))
-                 RETURNING attempt, {lease_left} AS lease_left",
+                 RETURNING attempt::int4 AS attempt, {lease_left} AS lease_left",
                 lease_left = left("lease_until"),
             ),
             // Marks a claim done. Asked again it finds its own mark and leaves it as it is.
@@ -124,8 +125,9 @@ impl Statements {
             //
             // Parameters: scope, key. Rows: one or none. Locks: none. Index: the primary key.
             show: format!(
-                "SELECT status, attempt, {lease_left} AS lease_left,
-                        {retention_left} AS retention_left, response_status
+                "SELECT status::text AS status, attempt::int4 AS attempt,
+                        {lease_left} AS lease_left, {retention_left} AS retention_left,
+                        response_status::int2 AS response_status
                  FROM {table} WHERE scope = $1 AND event_key = $2 AND expires_at > now()",
                 lease_left = left("lease_until"),
                 retention_left = left("expires_at"),

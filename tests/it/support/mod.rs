@@ -1,3 +1,9 @@
 //! What the tests stand on.
 
+#![allow(dead_code, reason = "not every test needs everything")]
+
+pub mod http;
+pub mod postgres;
 pub mod scripted;
+#[path = "../../../examples/support/throwaway.rs"]
+pub mod throwaway;

@@ -1,0 +1,230 @@
+//! Making the table, and adopting one that was there.
+
+use std::{error::Error, time::Duration};
+
+use tokio::task::JoinSet;
+use tower_dedupe::{
+    ClaimStore, EventKey, PgStore, Scope,
+    claim::{Claim, ClaimOutcome, State},
+    store::StoreErrorKind,
+};
+
+use crate::support::postgres::{self, Schema};
+
+fn event(scope: &str, key: &str) -> EventKey {
+    EventKey::new(Scope::new(scope).unwrap(), key).unwrap()
+}
+
+fn claim(key: EventKey) -> Claim {
+    Claim::new(key, Duration::from_secs(60), Duration::from_secs(60))
+}
+
+/// All that an error says, down its chain of sources.
+fn whole(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn twenty_replicas_that_start_together_make_one_table() {
+    let db = postgres::schema().await;
+    let mut replicas = JoinSet::new();
+    for _ in 0..20 {
+        let store = db.builder().connect_lazy(db.url()).unwrap();
+        replicas.spawn(async move { store.migrate().await.map(|()| store) });
+    }
+    let stores = replicas.join_all().await;
+    let store = stores.into_iter().next().unwrap().unwrap();
+    store.migrate().await.unwrap();
+    let versions = "SELECT array_agg(version) FROM processed_events_migrations";
+    let row = db.client().await.query_one(versions, &[]).await.unwrap();
+    assert_eq!(row.get::<_, Vec<i32>>(0), [1]);
+    assert!(store.claim(&claim(event("s", "1"))).await.is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_printed_sql_makes_the_same_table() {
+    let (by_hand, by_us) = (postgres::schema().await, postgres::schema().await);
+    let store = by_hand.builder().connect(by_hand.url()).await.unwrap();
+    let client = by_hand.client().await;
+    client.batch_execute(&store.migration_sql()).await.unwrap();
+    client.batch_execute(&store.migration_sql()).await.unwrap();
+    by_us.store().await;
+    assert_eq!(columns(&by_hand).await, columns(&by_us).await);
+    store.migrate().await.unwrap();
+    assert!(store.claim(&claim(event("s", "1"))).await.is_ok());
+}
+
+async fn columns(db: &Schema) -> Vec<(String, String, String)> {
+    let sql = "SELECT column_name::text, data_type::text,
+                      is_nullable || coalesce(collation_name::text, '')
+               FROM information_schema.columns
+               WHERE table_schema = current_schema() AND table_name = 'processed_events'
+               ORDER BY ordinal_position";
+    let rows = db.client().await.query(sql, &[]).await.unwrap();
+    rows.iter().map(|row| (row.get(0), row.get(1), row.get(2))).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn names_that_need_quoting_are_quoted() {
+    let db = postgres::schema().await;
+    let schema = format!("{}'s \"own\" \\ schema", db.name());
+    let store = db.builder().schema(&schema).table("SELECT").connect(db.url()).await.unwrap();
+    store.migrate().await.unwrap();
+    store.migrate().await.unwrap();
+    let first = claim(event("s", "1"));
+    assert_eq!(store.claim(&first).await.unwrap(), ClaimOutcome::Claimed { attempt: 1 });
+
+    for table in ["", "a\nb", "a\0b", &"x".repeat(53), "a$tower_dedupe$b"] {
+        let refused = db.builder().table(table).connect_lazy(db.url()).unwrap_err();
+        assert_eq!(refused.kind(), StoreErrorKind::Config, "{table:?}");
+        assert!(whole(&refused).contains("the table name "), "{}", whole(&refused));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_copied_patterns_table_is_adopted_with_every_row() {
+    let db = postgres::schema().await;
+    let client = db.client().await;
+    client
+        .batch_execute(
+            "CREATE TABLE processed_events (
+                 event_key  varchar(200) PRIMARY KEY,
+                 status     varchar(20) NOT NULL DEFAULT 'in_progress'
+                            CHECK (status IN ('in_progress', 'done', 'PROCESSED', 'failed')),
+                 claimed_at timestamp NOT NULL DEFAULT now(),
+                 note       text
+             );
+             CREATE UNIQUE INDEX ON processed_events (lower(event_key));
+             INSERT INTO processed_events VALUES
+                 ('done', 'done', now() - interval '90 days', 'a note'),
+                 ('processed', 'PROCESSED', now(), NULL),
+                 ('running', 'in_progress', now(), NULL),
+                 ('abandoned', 'in_progress', now() - interval '1 hour', NULL),
+                 ('failed', 'failed', now(), NULL)",
+        )
+        .await
+        .unwrap();
+    let scope = Scope::new("stripe").unwrap();
+    let store = db.builder().adopt_scope(scope).connect(db.url()).await.unwrap();
+    store.migrate().await.unwrap();
+    store.migrate().await.unwrap();
+
+    let ask = async |key: &str| store.claim(&claim(event("stripe", key))).await.unwrap();
+    assert_eq!(ask("done").await, ClaimOutcome::Done { status: None });
+    assert_eq!(ask("processed").await, ClaimOutcome::Done { status: None });
+    assert!(matches!(ask("running").await, ClaimOutcome::InProgress { .. }));
+    assert_eq!(ask("abandoned").await, ClaimOutcome::Claimed { attempt: 2 });
+    assert_eq!(ask("failed").await, ClaimOutcome::Claimed { attempt: 2 });
+    // The key is unique in its scope now, and no longer by itself.
+    assert_eq!(
+        store.claim(&claim(event("other", "done"))).await.unwrap(),
+        ClaimOutcome::Claimed { attempt: 1 }
+    );
+    let record = store.show(&event("stripe", "done")).await.unwrap().unwrap();
+    assert_eq!(record.state, State::Done);
+    assert!(record.retention_left > Duration::from_secs(29 * 24 * 60 * 60), "{record:?}");
+    let note = "SELECT note FROM processed_events WHERE event_key = 'done' AND scope = 'stripe'";
+    let note: String = client.query_one(note, &[]).await.unwrap().get(0);
+    assert_eq!(note, "a note");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_table_that_cannot_be_adopted_is_left_as_it_is() {
+    let cases = [
+        ("(event_key text, status text)", "", "has no column claimed_at"),
+        ("(id int)", "", "has no column event_key, status, claimed_at"),
+        (
+            "(event_key text, status text, claimed_at timestamptz, token text)",
+            "",
+            "cannot be adopted with its columns token",
+        ),
+        (
+            "(event_key text, status text, claimed_at timestamptz, tenant int NOT NULL)",
+            "",
+            "cannot be adopted with its columns tenant",
+        ),
+        ("(event_key bytea, status text, claimed_at timestamptz)", "", "of type bytea"),
+        (
+            "(event_key text, status text, claimed_at timestamptz)",
+            "('a', 'done', now()), ('b', 'maybe', now()), ('c', NULL, now())",
+            "status 'maybe', null, which",
+        ),
+        (
+            "(event_key text, status text, claimed_at timestamptz)",
+            "(NULL, 'done', now())",
+            "event_key is null",
+        ),
+    ];
+    for (columns_of_table, rows, fault) in cases {
+        let db = postgres::schema().await;
+        let client = db.client().await;
+        client
+            .batch_execute(&format!("CREATE TABLE processed_events {columns_of_table}"))
+            .await
+            .unwrap();
+        if !rows.is_empty() {
+            let insert = format!("INSERT INTO processed_events VALUES {rows}");
+            client.batch_execute(&insert).await.unwrap();
+        }
+        let contents = "SELECT array_agg(t::text ORDER BY t::text) FROM processed_events AS t";
+        let before: Option<Vec<String>> = client.query_one(contents, &[]).await.unwrap().get(0);
+        let columns_before = columns(&db).await;
+
+        let store = db.builder().connect(db.url()).await.unwrap();
+        let refused = store.migrate().await.unwrap_err();
+        assert_eq!(refused.kind(), StoreErrorKind::Schema);
+        assert!(whole(&refused).contains(fault), "{fault:?} is not in {:?}", whole(&refused));
+        assert_eq!(columns(&db).await, columns_before);
+        let after: Option<Vec<String>> = client.query_one(contents, &[]).await.unwrap().get(0);
+        assert_eq!(after, before);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_table_of_a_newer_version_is_refused() {
+    let db = postgres::schema().await;
+    let store = db.store().await;
+    let newer = "INSERT INTO processed_events_migrations (version) VALUES (99)";
+    db.client().await.batch_execute(newer).await.unwrap();
+    let refused = store.migrate().await.unwrap_err();
+    assert_eq!(refused.kind(), StoreErrorKind::Schema);
+    assert!(whole(&refused).contains("is of version 99"), "{}", whole(&refused));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_without_the_right_to_create_can_migrate_what_is_there() {
+    let db = postgres::schema().await;
+    db.store().await;
+    let role = format!("app_{}", db.name());
+    db.client()
+        .await
+        .batch_execute(&format!(
+            "CREATE ROLE {role} LOGIN PASSWORD '{role}';
+             GRANT USAGE ON SCHEMA {schema} TO {role};
+             GRANT SELECT, INSERT, UPDATE, DELETE ON processed_events TO {role};
+             GRANT SELECT ON processed_events_migrations TO {role}",
+            schema = db.name(),
+        ))
+        .await
+        .unwrap();
+    let url = db.url_as(&role);
+    let store: PgStore = db.builder().connect(&url).await.unwrap();
+    store.migrate().await.unwrap();
+    assert!(store.claim(&claim(event("s", "1"))).await.is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_missing_table_is_said_to_be_missing_and_requests_never_make_it() {
+    let db = postgres::schema().await;
+    let store = db.builder().connect(db.url()).await.unwrap();
+    let error = store.claim(&claim(event("s", "1"))).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Schema);
+    assert!(error.to_string().contains("run migrate()"), "{error}");
+    assert_eq!(columns(&db).await, []);
+}
