@@ -138,6 +138,8 @@ impl Throwaway {
             }
             thread::sleep(PAUSE);
         }
+        // Where nobody collects the dead, the next server would take this one for alive.
+        fs::remove_file(self.data().join("postmaster.pid"))?;
         Ok(())
     }
 

@@ -13,6 +13,7 @@ mod deduplicator;
 mod hosts;
 mod layer;
 mod migrate;
+mod outage;
 mod postgres_store;
 mod promises;
 mod support;

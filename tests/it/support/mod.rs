@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "not every test needs everything")]
 
+pub mod cut;
 pub mod http;
 pub mod postgres;
 pub mod scripted;
