@@ -16,4 +16,5 @@ mod migrate;
 mod outage;
 mod postgres_store;
 mod promises;
+mod store_conformance;
 mod support;
