@@ -2,6 +2,7 @@
 //! called, and service resumes by itself.
 
 use std::{
+    slice::from_ref,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -300,7 +301,7 @@ async fn every_operation_that_was_cut_off_is_asked_again_with_the_same_answer() 
         let outcome = store.claim(&other).await.unwrap();
         assert!(matches!(outcome, ClaimOutcome::InProgress { .. }));
         cut(moment);
-        assert_eq!(store.renew(&[claim.clone()]).await.unwrap(), [Held::Yes]);
+        assert_eq!(store.renew(from_ref(&claim)).await.unwrap(), [Held::Yes]);
         cut(moment);
         let completion = Completion::new(Some(201), minute);
         let completed = store.complete(&claim.key, claim.token, completion).await.unwrap();
@@ -334,7 +335,7 @@ async fn a_claim_is_one_round_trip_and_a_takeover_two() {
     assert_eq!(round_trips(), 1, "a new key");
     store.claim(&claim()).await.unwrap();
     assert_eq!(round_trips(), 1, "one in progress");
-    store.renew(&[first.clone()]).await.unwrap();
+    store.renew(from_ref(&first)).await.unwrap();
     assert_eq!(round_trips(), 1, "a renewal");
     store.fail(&first.key, first.token, minute).await.unwrap();
     assert_eq!(round_trips(), 1, "a failure");
