@@ -18,3 +18,4 @@ mod postgres_store;
 mod promises;
 mod store_conformance;
 mod support;
+mod tidy;
