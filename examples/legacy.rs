@@ -1,11 +1,13 @@
-//! Handlers that were there before, deduplicated without touching them: one router, and for each
-//! route the layer that fits its senders.
+//! Handlers that were there before, in one router: each route gets a layer of its own, and none of
+//! the handlers is changed.
 //!
 //!     cargo run --example legacy
-//!     curl -i http://127.0.0.1:3000/payments -H 'content-type: application/json' -d '{"id": "evt_1"}'
+//!     curl -i http://127.0.0.1:3002/payments --json '{"event": {"id": 17}}'
+//!     curl -i http://127.0.0.1:3002/parcels  --json '{"shipment": "S-1", "step": 4}'
+//!     curl -i http://127.0.0.1:3002/chat     --json '{"type": "url_verification", "challenge": "x"}'
+//!     curl -i http://127.0.0.1:3002/healthz
 //!
-//! `DATABASE_URL` says where claims are kept (default: in memory), `PORT` where to listen (default
-//! 3000, 0 picks a free one).
+//! `DATABASE_URL` names the database; without it claims are kept in memory, until this ends.
 
 #![allow(clippy::print_stdout, reason = "it talks to the person who runs it")]
 
@@ -13,113 +15,77 @@ use std::{env, error::Error, sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
-    extract::Path,
-    http::{StatusCode, request::Parts},
+    http::StatusCode,
     routing::{get, post},
 };
 use serde_json::Value;
-use tokio::{net::TcpListener, signal};
+use tokio::net::TcpListener;
 use tower_dedupe::{
-    ClaimStore, DedupeLayer, Deduplicator, DeduplicatorBuilder, InProgress, KeySource, MemoryStore,
-    MissingKey, PgStore,
+    ClaimStore, DedupeLayer, InProgress, KeySource, MemoryStore, MissingKey, PgStore,
 };
 
-#[tokio::main]
-async fn main() -> Result<(), Box<dyn Error>> {
-    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
-
-    // What all routes share: the store, and the bound of deliveries in flight.
-    let shared = Deduplicator::builder(store().await?);
-    let app = app(&shared)?;
-
-    let port: u16 = env::var("PORT").as_deref().unwrap_or("3000").parse()?;
-    let listener = TcpListener::bind(("127.0.0.1", port)).await?;
-    println!("listening on http://{}", listener.local_addr()?);
-    let stop = async { drop(signal::ctrl_c().await) };
-    axum::serve(listener, app).with_graceful_shutdown(stop).await?;
-    // One drain for all routes, since their layers share one builder.
-    shared.build()?.drain(Duration::from_secs(10)).await;
-    Ok(())
+/// As it was before: it knows nothing of deduplication.
+async fn on_payment(Json(payment): Json<Value>) -> StatusCode {
+    println!("payment {payment}");
+    StatusCode::OK
 }
 
-fn app(shared: &DeduplicatorBuilder) -> Result<Router, Box<dyn Error>> {
-    // Payments: the id is in the body. Handlers talk to a slow bank, so they may take long, and a
-    // second delivery waits a moment for the answer of the first.
-    let payments = DedupeLayer::from_builder(shared.clone(), KeySource::json("$.id")?)
-        .scope("payments")
-        .max_hold(Duration::from_secs(60 * 60))
-        .in_progress(InProgress::Wait(Duration::from_secs(2)));
-
-    // Pushes: the id is in a header, so the body streams through unread, whatever its size.
-    let pushes = DedupeLayer::from_builder(shared.clone(), KeySource::header("x-github-delivery")?)
-        .scope("pushes");
-
-    // Orders: clients of an API, which take 409 for what it is, and must send a key.
-    let orders = DedupeLayer::from_builder(shared.clone(), KeySource::header("idempotency-key")?)
-        .scope("orders")
-        .in_progress(InProgress::Conflict)
-        .missing_key(MissingKey::Reject);
-
-    // Chat: the handshake that opens the subscription is no event.
-    let chat = DedupeLayer::from_builder(shared.clone(), KeySource::json("$.event_id")?)
-        .scope("chat")
-        .bypass_if(|_, body| is_handshake(body));
-
-    // Tenants choose their own ids, so each has a scope of its own. In earnest, take the tenant
-    // from what your authentication has verified, not from the path.
-    let tenants = DedupeLayer::from_builder(shared.clone(), KeySource::query("event")?)
-        .scope_with(|parts: &Parts| format!("tenant {}", parts.uri.path()));
-
-    Ok(Router::new()
-        .route("/payments", post(on_payment).layer(payments))
-        .route("/pushes", post(on_push).layer(pushes))
-        .route("/orders", post(on_order).layer(orders))
-        .route("/chat", post(on_chat).layer(chat))
-        .route("/tenants/{tenant}", post(on_tenant).layer(tenants))
-        // No layer, nothing changes.
-        .route("/healthz", get(|| async { "well\n" }).post(|| async { "well\n" })))
-}
-
-// The handlers as they were: none of them knows of keys or claims.
-
-async fn on_payment(Json(event): Json<Value>) -> Result<String, StatusCode> {
-    // Anything but 2xx leaves the event free for the next delivery.
-    let amount = event.get("amount").and_then(Value::as_i64).unwrap_or(0);
-    if amount < 0 {
-        Err(StatusCode::UNPROCESSABLE_ENTITY)
-    } else {
-        Ok(format!("booked {amount}\n"))
-    }
-}
-
-async fn on_push(body: axum::body::Bytes) -> String {
-    format!("pushed {} bytes\n", body.len())
-}
-
-async fn on_order() -> (StatusCode, &'static str) {
-    (StatusCode::CREATED, "ordered\n")
+async fn on_parcel(Json(parcel): Json<Value>) -> StatusCode {
+    println!("parcel {parcel}");
+    StatusCode::NO_CONTENT
 }
 
 async fn on_chat(Json(message): Json<Value>) -> Json<Value> {
-    Json(message.get("challenge").cloned().unwrap_or(Value::Null))
+    println!("chat {message}");
+    Json(message.get("challenge").cloned().unwrap_or_default())
 }
 
-async fn on_tenant(Path(tenant): Path<String>) -> String {
-    format!("noted for {tenant}\n")
+/// The router as it was, but for the layers.
+fn app(store: Arc<dyn ClaimStore>) -> Result<Router, Box<dyn Error>> {
+    // This sender puts an id on everything it sends, and takes a 409 for "later".
+    let payments = DedupeLayer::new(store.clone(), KeySource::json("$.event.id")?)
+        .scope("payments")
+        .missing_key(MissingKey::Reject)
+        .in_progress(InProgress::Conflict)
+        .lease(Duration::from_secs(30));
+
+    // This one has no event id: what happened to which parcel is the event.
+    let parcels = KeySource::json("$.shipment")?.and(KeySource::json("$.step")?);
+    let parcels = DedupeLayer::new(store.clone(), parcels)
+        .scope("parcels")
+        .in_progress(InProgress::Wait(Duration::from_secs(2)));
+
+    // This one sends a handshake that is no event.
+    let chat =
+        DedupeLayer::new(store, "json:$.event_id".parse()?).scope("chat").bypass_if(|_, body| {
+            serde_json::from_slice::<Value>(body)
+                .is_ok_and(|message| message.get("type").is_some_and(|is| is == "url_verification"))
+        });
+
+    Ok(Router::new()
+        .route("/payments", post(on_payment).layer(payments))
+        .route("/parcels", post(on_parcel).layer(parcels))
+        .route("/chat", post(on_chat).layer(chat))
+        .route("/healthz", get(|| async { "ok\n" })))
 }
 
-fn is_handshake(body: &[u8]) -> bool {
-    let message: Result<Value, _> = serde_json::from_slice(body);
-    message.is_ok_and(|message| message.get("type") == Some(&"url_verification".into()))
-}
-
-/// Claims in Postgres where there is one, else in memory, for as long as the process lives.
-async fn store() -> Result<Arc<dyn ClaimStore>, Box<dyn Error>> {
-    let Ok(url) = env::var("DATABASE_URL") else {
-        println!("DATABASE_URL is not set: keeping claims in memory, a restart forgets them");
-        return Ok(Arc::new(MemoryStore::new()));
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::WARN)
+        .with_writer(std::io::stderr)
+        .init();
+    let store: Arc<dyn ClaimStore> = match env::var("DATABASE_URL") {
+        Ok(url) => {
+            let store = PgStore::connect(&url).await?;
+            store.migrate().await?;
+            Arc::new(store)
+        }
+        Err(_) => Arc::new(MemoryStore::new()),
     };
-    let store = PgStore::connect(&url).await?;
-    store.migrate().await?;
-    Ok(Arc::new(store))
+    let port = env::var("PORT").map_or(Ok(3002), |port| port.parse::<u16>())?;
+    let listener = TcpListener::bind(("127.0.0.1", port)).await?;
+    println!("listening on http://{}", listener.local_addr()?);
+    axum::serve(listener, app(store)?).await?;
+    Ok(())
 }

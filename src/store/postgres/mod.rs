@@ -96,6 +96,15 @@ impl PgStore {
         PgStoreBuilder::default()
     }
 
+    /// The connections of the store, for statements of the application's own.
+    ///
+    /// What handlers take of them, claims wait for: enlarge
+    /// [`pool_size`](PgStoreBuilder::pool_size), and never hold one while waiting for something
+    /// else.
+    pub fn pool(&self) -> &Pool {
+        &self.shared.session.pool
+    }
+
     fn new(builder: &PgStoreBuilder, table: Table, pool: Pool, own: bool) -> Self {
         let shared = Shared {
             id: StoreId::unique(),

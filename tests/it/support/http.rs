@@ -1,16 +1,11 @@
 //! Real servers and real clients, on loopback.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::net::SocketAddr;
 
 use axum::Router;
-use bytes::Bytes;
-use http::{HeaderMap, Request, StatusCode};
-use http_body_util::{BodyExt, Full};
-use hyper_util::rt::TokioIo;
-use tokio::{
-    net::{TcpListener, TcpStream},
-    time::timeout,
-};
+use tokio::net::TcpListener;
+
+pub use super::client::{Answer, get, post, post_and_hang_up, try_post};
 
 /// Serves on a free port until the test ends.
 pub async fn serve(app: Router) -> SocketAddr {
@@ -18,87 +13,4 @@ pub async fn serve(app: Router) -> SocketAddr {
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move { axum::serve(listener, app).await });
     address
-}
-
-#[derive(Clone, Debug)]
-pub struct Answer {
-    pub status: StatusCode,
-    pub headers: HeaderMap,
-    pub body: Bytes,
-}
-
-impl Answer {
-    pub fn header(&self, name: &str) -> Option<&str> {
-        self.headers.get(name).map(|value| value.to_str().unwrap())
-    }
-}
-
-/// Sends a request on a connection of its own and reads the answer.
-pub async fn post(
-    to: SocketAddr,
-    path: &str,
-    headers: &[(&str, &str)],
-    body: impl Into<Bytes>,
-) -> Answer {
-    try_post(to, path, headers, body).await.expect("the server did not answer")
-}
-
-/// The same, where the server may not answer at all.
-pub async fn try_post(
-    to: SocketAddr,
-    path: &str,
-    headers: &[(&str, &str)],
-    body: impl Into<Bytes>,
-) -> io::Result<Answer> {
-    send(to, "POST", path, headers, body).await
-}
-
-/// Reads a resource.
-pub async fn get(from: SocketAddr, path: &str) -> Answer {
-    send(from, "GET", path, &[], "").await.expect("the server did not answer")
-}
-
-/// Sends a request and closes the connection after a while without having read an answer. Gives
-/// the answer if it came sooner.
-pub async fn post_and_hang_up(
-    to: SocketAddr,
-    path: &str,
-    headers: &[(&str, &str)],
-    body: impl Into<Bytes>,
-    after: Duration,
-) -> Option<Answer> {
-    timeout(after, post(to, path, headers, body)).await.ok()
-}
-
-async fn send(
-    to: SocketAddr,
-    method: &str,
-    path: &str,
-    headers: &[(&str, &str)],
-    body: impl Into<Bytes>,
-) -> io::Result<Answer> {
-    let stream = TcpStream::connect(to).await?;
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
-        .await
-        .map_err(io::Error::other)?;
-    let mut request = Request::builder().method(method).uri(path).header("host", to.to_string());
-    for (name, value) in headers {
-        request = request.header(*name, *value);
-    }
-    let request = request.body(Full::new(body.into())).unwrap();
-    // Both on this task: dropped together, they close the connection.
-    let exchange = async {
-        let (parts, body) = sender.send_request(request).await?.into_parts();
-        let body = body.collect().await?.to_bytes();
-        Ok::<_, hyper::Error>(Answer { status: parts.status, headers: parts.headers, body })
-    };
-    tokio::pin!(connection);
-    tokio::pin!(exchange);
-    tokio::select! {
-        answer = &mut exchange => answer.map_err(io::Error::other),
-        closed = &mut connection => match closed {
-            Ok(()) => exchange.await.map_err(io::Error::other),
-            Err(error) => Err(io::Error::other(error)),
-        },
-    }
 }
