@@ -141,6 +141,8 @@ impl Demo<'_> {
     async fn start(&mut self) -> Result<(), Fault> {
         match self.database {
             Some(database) => {
+                // The one that crashed has let go of the port when it is gone.
+                self.stop().await;
                 let (port, lease) = (self.address.port().to_string(), LEASE.as_secs().to_string());
                 let environment = [("PORT", &*port), ("LEASE", &format!("{lease}s")), (QUIET, "")];
                 self.server = Some(supervisor::start(database, &environment)?);
