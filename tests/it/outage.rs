@@ -184,6 +184,24 @@ async fn killed_under_load_no_event_is_lost_and_none_runs_twice_after_its_succes
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn done_is_on_disk_before_the_answer_whatever_the_database_defaults_to() {
+    let server = Server::start().await;
+    let db = Schema::on(&server.0.url()).await;
+    db.store().await;
+    let url = format!("{}?options=-c%20synchronous_commit%3Doff", db.bare_url());
+    let store = db.builder().connect(&url).await.unwrap();
+    let service = Service::on(store, Handler::default()).await;
+    let mut done = Vec::new();
+    for n in 0..50 {
+        assert_eq!(service.deliver(&n.to_string()).await.status, StatusCode::OK);
+        done.push(n.to_string());
+    }
+    server.make(Throwaway::kill).await;
+    server.make(Throwaway::start_again).await;
+    service.knows(&done).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn frozen_it_is_answered_in_time_and_thawed_it_resumes() {
     let server = Server::start().await;
     let db = Schema::on(&server.0.url()).await;
