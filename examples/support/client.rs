@@ -39,12 +39,12 @@ pub async fn try_post(
     headers: &[(&str, &str)],
     body: impl Into<Bytes>,
 ) -> io::Result<Answer> {
-    send(to, "POST", path, headers, body).await
+    bounded(send(to, "POST", path, headers, body)).await
 }
 
 /// Reads a resource.
 pub async fn get(from: SocketAddr, path: &str) -> Answer {
-    send(from, "GET", path, &[], "").await.expect("the server did not answer")
+    bounded(send(from, "GET", path, &[], "")).await.expect("the server did not answer")
 }
 
 /// Sends a request and closes the connection after a while without having read an answer. Gives
@@ -57,6 +57,11 @@ pub async fn post_and_hang_up(
     after: Duration,
 ) -> Option<Answer> {
     timeout(after, post(to, path, headers, body)).await.ok()
+}
+
+/// An answer that does not come is an error, so that nobody waits for ever.
+async fn bounded(sending: impl Future<Output = io::Result<Answer>>) -> io::Result<Answer> {
+    timeout(PATIENCE, sending).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
 async fn send(
@@ -91,3 +96,5 @@ async fn send(
         },
     }
 }
+
+const PATIENCE: Duration = Duration::from_secs(30);
