@@ -38,8 +38,9 @@ async fn twenty_replicas_that_start_together_make_one_table() {
         let store = db.builder().connect_lazy(db.url()).unwrap();
         replicas.spawn(async move { store.migrate().await.map(|()| store) });
     }
-    let stores = replicas.join_all().await;
-    let store = stores.into_iter().next().unwrap().unwrap();
+    let migrated = replicas.join_all().await;
+    let stores: Vec<_> = migrated.into_iter().map(Result::unwrap).collect();
+    let store = &stores[0];
     store.migrate().await.unwrap();
     let versions = "SELECT array_agg(version) FROM processed_events_migrations";
     let row = db.client().await.query_one(versions, &[]).await.unwrap();

@@ -269,6 +269,31 @@ async fn a_network_that_swallows_everything_is_answered_in_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_connection_that_went_silent_is_thrown_away_with_its_idle_sisters() {
+    let db = postgres::schema().await;
+    db.store().await;
+    let proxy = Proxy::before(postgres::shared().port()).await;
+    let store = db
+        .builder()
+        .timeout(Duration::from_millis(700))
+        .connect(&proxy.instead_of_host(db.bare_url()))
+        .await
+        .unwrap();
+    let service = Service::on(store, Handler::default()).await;
+    // All connections of the pool.
+    let mut deliveries = JoinSet::new();
+    for n in 0..40 {
+        let (to, key) = (service.address, n.to_string());
+        deliveries.spawn(async move { http::post(to, "/", &[("x-id", &key)], "{}").await.status });
+    }
+    assert!(deliveries.join_all().await.iter().all(|status| *status == StatusCode::OK));
+    proxy.traffic(Traffic::OldVanishes);
+    service.is_away().await;
+    service.resumes().await;
+    service.knows(&["1".into()]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn cut_off_at_any_point_an_event_runs_once_and_is_done() {
     let db = postgres::schema().await;
     db.store().await;

@@ -183,6 +183,22 @@ async fn every_done_mark_is_a_hot_update() {
 async fn what_the_database_defaults_to_changes_nothing() {
     let db = postgres::schema().await;
     db.store().await;
+    // The level is pinned where a statement relies on it, and not left to luck and trying again.
+    db.client()
+        .await
+        .batch_execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+             BEGIN
+                 IF current_setting('transaction_isolation') <> 'read committed' THEN
+                     RAISE 'it is %', current_setting('transaction_isolation');
+                 END IF;
+                 RETURN NEW;
+             END $$;
+             CREATE TRIGGER refuse BEFORE INSERT OR UPDATE ON processed_events
+             FOR EACH ROW EXECUTE FUNCTION refuse()",
+        )
+        .await
+        .unwrap();
     for isolation in ["repeatable%20read", "serializable"] {
         let url = format!(
             "{}?options=-c%20default_transaction_isolation%3D{}",

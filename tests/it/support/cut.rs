@@ -23,6 +23,9 @@ pub enum Traffic {
     Vanishes,
     /// They are closed, the ones that are open too.
     IsClosed,
+    /// Those that are open vanish for good, new ones are passed on: a host that was replaced, or a
+    /// gateway that has forgotten them.
+    OldVanishes,
 }
 
 /// When a connection is cut.
@@ -107,7 +110,7 @@ impl Shared {
         loop {
             let now = *traffic.borrow_and_update();
             match now {
-                Traffic::Flows => break,
+                Traffic::Flows | Traffic::OldVanishes => break,
                 Traffic::IsClosed => return,
                 Traffic::Vanishes => traffic.changed().await.unwrap_or_default(),
             }
@@ -123,11 +126,16 @@ impl Shared {
             let now = *traffic.borrow_and_update();
             tokio::select! {
                 changed = traffic.changed() => {
-                    if changed.is_err() || *traffic.borrow() == Traffic::IsClosed {
+                    let becomes = *traffic.borrow();
+                    if changed.is_err() || becomes == Traffic::IsClosed {
                         return;
                     }
+                    if becomes == Traffic::OldVanishes {
+                        // Kept, and never served again.
+                        std::future::pending::<()>().await;
+                    }
                 }
-                said = from_client.next(), if now == Traffic::Flows => {
+                said = from_client.next(), if now != Traffic::Vanishes => {
                     let Some(said) = said else { return };
                     if std::mem::take(&mut server_spoke) {
                         self.round_trips.fetch_add(1, Ordering::SeqCst);
@@ -144,7 +152,7 @@ impl Shared {
                         }
                     }
                 }
-                said = from_server.next(), if now == Traffic::Flows => {
+                said = from_server.next(), if now != Traffic::Vanishes => {
                     let Some(said) = said else { return };
                     server_spoke = true;
                     if to_client.write_all(said).await.is_err() {
