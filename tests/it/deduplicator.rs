@@ -244,7 +244,7 @@ async fn i5_no_stuck_key_a_hung_handler_is_overtaken_after_max_hold_and_changes_
     let (go, gone) = oneshot::channel::<()>();
     let hung = tokio::spawn({
         let dedupe = dedupe.clone();
-        async move { dedupe.run(key("a"), |_| async { gone.await }).await }
+        async move { dedupe.run(key("a"), |_| gone).await }
     });
 
     let took_over = loop {

@@ -3,6 +3,7 @@
 
 use std::{
     convert::Infallible,
+    net::SocketAddr,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -10,13 +11,22 @@ use std::{
     time::Duration,
 };
 
+use ::http::{Request, Response, StatusCode};
 use axum::{Router, body::Body as AxumBody, extract::State, routing::post};
 use bytes::Bytes;
-use http::{Request, Response, StatusCode};
+use http_body::Body;
 use http_body_util::{BodyExt, Empty, Full};
+use hyper::body::Incoming;
+use hyper_util::{rt::TokioIo, service::TowerToHyperService};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+};
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 use tower_dedupe::{ClaimInfo, Dedupe, DedupeBody, DedupeLayer, KeySource, MemoryStore};
 use tower_http::catch_panic::CatchPanicLayer;
+
+use crate::support::http;
 
 fn layer() -> DedupeLayer {
     DedupeLayer::new(MemoryStore::new(), KeySource::header("x-id").unwrap())
@@ -212,4 +222,72 @@ fn the_types_are_what_the_hosts_ask_for() {
     }));
     future(&service.call(Request::new(Empty::new())));
     assert!(format!("{:?}", DedupeBody::<Full<Bytes>>::default()).contains("0 bytes"));
+}
+
+/// Serves a service on bare hyper, as often as there are connections.
+async fn serve_on_hyper<S, R>(service: S) -> SocketAddr
+where
+    S: Service<Request<Incoming>, Response = Response<R>, Error = Infallible>
+        + Clone
+        + Send
+        + 'static,
+    S::Future: Send,
+    R: Body<Data = Bytes, Error = Infallible> + Send + 'static,
+{
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let service = TowerToHyperService::new(service.clone());
+            let connection = hyper::server::conn::http1::Builder::new()
+                .serve_connection(TokioIo::new(stream), service);
+            tokio::spawn(connection);
+        }
+    });
+    address
+}
+
+#[tokio::test]
+async fn on_a_bare_hyper_server_a_header_key_leaves_an_endless_body_alone() {
+    // The handler answers when it has seen the first piece of the body.
+    let handler = service_fn(|request: Request<DedupeBody<Incoming>>| async move {
+        let info = request.extensions().get::<ClaimInfo>().unwrap().key().to_owned();
+        let piece = request.into_body().frame().await.unwrap().unwrap().into_data().unwrap();
+        Ok::<_, Infallible>(Response::new(Full::from(format!("{info}: {}", piece.len()))))
+    });
+    let address = serve_on_hyper(layer().layer(handler)).await;
+
+    let (mut from, mut to) = TcpStream::connect(address).await.unwrap().into_split();
+    let head = "POST / HTTP/1.1\r\nhost: h\r\nx-id: 1\r\ntransfer-encoding: chunked\r\n\r\n";
+    to.write_all(head.as_bytes()).await.unwrap();
+    let endless = tokio::spawn(async move {
+        // It ends when the server has had enough.
+        while to.write_all(b"5\r\nhello\r\n").await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+    });
+    let mut answer = Vec::new();
+    while !answer.windows(3).any(|piece| piece == b"1: ") {
+        assert!(from.read_buf(&mut answer).await.unwrap() > 0, "no answer before the body's end");
+    }
+    assert!(answer.starts_with(b"HTTP/1.1 200 OK"));
+    drop(from);
+    endless.await.unwrap();
+}
+
+#[tokio::test]
+async fn on_a_bare_hyper_server_events_are_handled_once() {
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = runs.clone();
+    let handler = service_fn(move |_: Request<DedupeBody<Incoming>>| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("handled"))) }
+    });
+    let address = serve_on_hyper(layer().layer(handler)).await;
+    for status in [None, Some("duplicate")] {
+        let answer = http::post(address, "/", &[("x-id", "1")], "{}").await;
+        assert_eq!(answer.status, StatusCode::OK);
+        assert_eq!(answer.header("dedupe-status"), status);
+    }
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
 }

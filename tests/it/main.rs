@@ -21,3 +21,4 @@ mod quickstart;
 mod store_conformance;
 mod support;
 mod tidy;
+mod tls;

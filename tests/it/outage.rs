@@ -2,6 +2,7 @@
 //! called, and service resumes by itself.
 
 use std::{
+    slice::from_ref,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -183,6 +184,24 @@ async fn killed_under_load_no_event_is_lost_and_none_runs_twice_after_its_succes
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn done_is_on_disk_before_the_answer_whatever_the_database_defaults_to() {
+    let server = Server::start().await;
+    let db = Schema::on(&server.0.url()).await;
+    db.store().await;
+    let url = format!("{}?options=-c%20synchronous_commit%3Doff", db.bare_url());
+    let store = db.builder().connect(&url).await.unwrap();
+    let service = Service::on(store, Handler::default()).await;
+    let mut done = Vec::new();
+    for n in 0..50 {
+        assert_eq!(service.deliver(&n.to_string()).await.status, StatusCode::OK);
+        done.push(n.to_string());
+    }
+    server.make(Throwaway::kill).await;
+    server.make(Throwaway::start_again).await;
+    service.knows(&done).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn frozen_it_is_answered_in_time_and_thawed_it_resumes() {
     let server = Server::start().await;
     let db = Schema::on(&server.0.url()).await;
@@ -300,7 +319,7 @@ async fn every_operation_that_was_cut_off_is_asked_again_with_the_same_answer() 
         let outcome = store.claim(&other).await.unwrap();
         assert!(matches!(outcome, ClaimOutcome::InProgress { .. }));
         cut(moment);
-        assert_eq!(store.renew(&[claim.clone()]).await.unwrap(), [Held::Yes]);
+        assert_eq!(store.renew(from_ref(&claim)).await.unwrap(), [Held::Yes]);
         cut(moment);
         let completion = Completion::new(Some(201), minute);
         let completed = store.complete(&claim.key, claim.token, completion).await.unwrap();
@@ -334,7 +353,7 @@ async fn a_claim_is_one_round_trip_and_a_takeover_two() {
     assert_eq!(round_trips(), 1, "a new key");
     store.claim(&claim()).await.unwrap();
     assert_eq!(round_trips(), 1, "one in progress");
-    store.renew(&[first.clone()]).await.unwrap();
+    store.renew(from_ref(&first)).await.unwrap();
     assert_eq!(round_trips(), 1, "a renewal");
     store.fail(&first.key, first.token, minute).await.unwrap();
     assert_eq!(round_trips(), 1, "a failure");

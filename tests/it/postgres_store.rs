@@ -6,6 +6,7 @@ use std::{
     error::Error,
     future::{Future, poll_fn},
     pin::pin,
+    slice::from_ref,
     task::Poll,
     time::Duration,
 };
@@ -64,7 +65,7 @@ async fn a_session_keeps_no_trace_of_an_operation() {
     let first = claim("1");
     store.claim(&first).await.unwrap();
     store.claim(&claim("1")).await.unwrap();
-    store.renew(&[first.clone()]).await.unwrap();
+    store.renew(from_ref(&first)).await.unwrap();
     store.complete(&first.key, first.token, done()).await.unwrap();
     store.show(&first.key).await.unwrap();
 
@@ -102,7 +103,7 @@ async fn a_table_that_a_later_version_has_changed_serves_this_one_without_a_new_
             let sql = format!("ALTER TABLE processed_events {change}");
             client.batch_execute(&sql).await.unwrap();
             assert!(in_progress(&store.claim(&claim(change)).await.unwrap()), "{change}");
-            assert_eq!(store.renew(&[first.clone()]).await.unwrap(), [Held::Yes]);
+            assert_eq!(store.renew(from_ref(&first)).await.unwrap(), [Held::Yes]);
             assert!(store.fail(&first.key, first.token, done().retention).await.unwrap());
             let second = claim(change);
             assert_eq!(store.claim(&second).await.unwrap(), ClaimOutcome::Claimed { attempt: 2 });

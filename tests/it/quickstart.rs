@@ -70,7 +70,8 @@ async fn until_success(to: &Example, id: &str) -> Answer {
 async fn the_same_event_twice_has_one_effect() {
     let quickstart = Quickstart::new().await;
     let example = quickstart.start().await;
-    let routes: [(&str, &[(&str, &str)], &str, &str); 3] = [
+    type Headers<'a> = &'a [(&'a str, &'a str)];
+    let routes: [(&str, Headers<'_>, &str, &str); 3] = [
         ("/stripe", &[], r#"{"id": "evt_1"}"#, "evt_1"),
         ("/github", &[("x-github-delivery", "72d3162e")], "{}", "72d3162e"),
         ("/events", &[("ce-source", "/shop"), ("ce-id", "1")], "{}", "/shop+1"),
