@@ -33,9 +33,13 @@ fn whole(error: &dyn Error) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn twenty_replicas_that_start_together_make_one_table() {
     let db = postgres::schema().await;
-    let mut replicas = JoinSet::new();
+    let mut stores = Vec::new();
     for _ in 0..20 {
-        let store = db.builder().connect_lazy(db.url()).unwrap();
+        // Connected, so that they are at the table together.
+        stores.push(db.builder().connect(db.url()).await.unwrap());
+    }
+    let mut replicas = JoinSet::new();
+    for store in stores {
         replicas.spawn(async move { store.migrate().await.map(|()| store) });
     }
     let migrated = replicas.join_all().await;

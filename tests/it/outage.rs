@@ -270,27 +270,31 @@ async fn a_network_that_swallows_everything_is_answered_in_time() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_connection_that_went_silent_is_thrown_away_with_its_idle_sisters() {
-    let db = postgres::schema().await;
-    db.store().await;
-    let proxy = Proxy::before(postgres::shared().port()).await;
-    let store = db
-        .builder()
-        .timeout(Duration::from_millis(700))
-        .connect(&proxy.instead_of_host(db.bare_url()))
-        .await
-        .unwrap();
-    let service = Service::on(store, Handler::default()).await;
-    // All connections of the pool.
-    let mut deliveries = JoinSet::new();
-    for n in 0..40 {
-        let (to, key) = (service.address, n.to_string());
-        deliveries.spawn(async move { http::post(to, "/", &[("x-id", &key)], "{}").await.status });
+    for connections in [1, 4] {
+        let db = postgres::schema().await;
+        db.store().await;
+        let proxy = Proxy::before(postgres::shared().port()).await;
+        let store = db
+            .builder()
+            .pool_size(connections)
+            .timeout(Duration::from_millis(700))
+            .connect(&proxy.instead_of_host(db.bare_url()))
+            .await
+            .unwrap();
+        let service = Service::on(store, Handler::default()).await;
+        let mut deliveries = JoinSet::new();
+        for n in 0..40 {
+            let to = service.address;
+            deliveries.spawn(async move {
+                http::post(to, "/", &[("x-id", &n.to_string())], "{}").await.status
+            });
+        }
+        assert!(deliveries.join_all().await.iter().all(|status| *status == StatusCode::OK));
+        proxy.traffic(Traffic::OldVanishes);
+        service.is_away().await;
+        service.resumes().await;
+        service.knows(&["1".into()]).await;
     }
-    assert!(deliveries.join_all().await.iter().all(|status| *status == StatusCode::OK));
-    proxy.traffic(Traffic::OldVanishes);
-    service.is_away().await;
-    service.resumes().await;
-    service.knows(&["1".into()]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
