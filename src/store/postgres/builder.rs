@@ -1,0 +1,198 @@
+//! The settings of the store.
+
+use std::{sync::Arc, time::Duration};
+
+use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod};
+use tokio::time::Instant;
+
+use super::{
+    PgStore, Shared,
+    connect::Target,
+    schema::{DEFAULT_NAME, Table},
+    session::{Session, Trouble},
+    statements::Statements,
+};
+use crate::{
+    claim::Scope,
+    store::{StoreError, StoreErrorKind, StoreId},
+};
+
+/// Settings of a [`PgStore`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct PgStoreBuilder {
+    schema: Option<String>,
+    table: String,
+    pool_size: usize,
+    connect_timeout: Option<Duration>,
+    timeout: Duration,
+    named_statements: bool,
+    adopt_scope: Option<Scope>,
+}
+
+impl Default for PgStoreBuilder {
+    fn default() -> Self {
+        Self {
+            schema: None,
+            table: DEFAULT_NAME.to_owned(),
+            pool_size: 4,
+            connect_timeout: None,
+            timeout: Duration::from_secs(3),
+            named_statements: false,
+            adopt_scope: None,
+        }
+    }
+}
+
+impl PgStoreBuilder {
+    /// The schema of the table. Default: what the connection's `search_path` finds.
+    /// [`migrate`](PgStore::migrate) makes it if it is missing.
+    pub fn schema(mut self, schema: impl Into<String>) -> Self {
+        self.schema = Some(schema.into());
+        self
+    }
+
+    /// The name of the table, at most 52 bytes. Default: `processed_events`. A table of the same
+    /// name with the ending `_migrations` records its version.
+    pub fn table(mut self, table: impl Into<String>) -> Self {
+        self.table = table.into();
+        self
+    }
+
+    /// How many connections there are at most, at least 1. Default: 4. Not for
+    /// [`from_pool`](Self::from_pool).
+    pub fn pool_size(mut self, connections: usize) -> Self {
+        self.pool_size = connections;
+        self
+    }
+
+    /// How long connecting to one host may take, with TLS and authentication. Default: the URL's
+    /// `connect_timeout`, else 2 seconds. Not for [`from_pool`](Self::from_pool).
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout = Some(timeout);
+        self
+    }
+
+    /// How long an operation may take in all: the wait for a connection, the statement, and asking
+    /// again. At least 10 milliseconds; default: 3 seconds. What takes longer is answered as a
+    /// failure of the store.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Prepares each statement once for each connection, under a name: faster on direct
+    /// connections. Default: no.
+    ///
+    /// Never behind a pooler in transaction mode, where a name may belong to another client's
+    /// statement.
+    pub fn named_statements(mut self, named: bool) -> Self {
+        self.named_statements = named;
+        self
+    }
+
+    /// The scope of rows that [`migrate`](PgStore::migrate) adopts: the one that the layer in front
+    /// of their events is given. Default: `adopted`, with a warning, since a layer of another scope
+    /// does not know them.
+    pub fn adopt_scope(mut self, scope: Scope) -> Self {
+        self.adopt_scope = Some(scope);
+        self
+    }
+
+    /// Connects to the database at the URL, or says why that cannot be done.
+    ///
+    /// The URL is what libpq takes, `postgres://user:password@host:port/database?setting=value`:
+    ///
+    /// - several hosts, `host1:5432,host2:5432`: the first that accepts writes is used, and another
+    ///   when it no longer does;
+    /// - `sslmode`: `disable`, `prefer` (the default) and `require` (encrypted, the certificate not
+    ///   checked unless `sslrootcert` is given), `verify-ca`, `verify-full`;
+    /// - `sslrootcert`: a PEM file, or `system`, the default;
+    /// - `target_session_attrs`: `any`, `read-write`, `primary`;
+    /// - `connect_timeout`, `application_name`, `keepalives…`, `tcp_user_timeout`, `options` and
+    ///   what else tokio-postgres knows.
+    ///
+    /// # Errors
+    ///
+    /// As [`PgStore::connect`].
+    pub async fn connect(self, url: &str) -> Result<PgStore, StoreError> {
+        let store = self.connect_lazy(url)?;
+        let deadline = Instant::now() + store.shared.timeout;
+        match store.shared.session.connection(deadline).await {
+            Ok(lent) => lent.give_back(),
+            Err(Trouble::NotSent(cause) | Trouble::NoAnswer(cause)) => {
+                return Err(StoreError::new(StoreErrorKind::Unavailable, "connect to Postgres")
+                    .with_source(cause));
+            }
+            Err(Trouble::Answered(meaning, error)) => {
+                return Err(
+                    StoreError::new(meaning.kind(), "connect to Postgres").with_source(error)
+                );
+            }
+        }
+        Ok(store)
+    }
+
+    /// The same without connecting: the first operation does.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreErrorKind::Config`] if the URL or a setting cannot be used.
+    pub fn connect_lazy(self, url: &str) -> Result<PgStore, StoreError> {
+        let table = self.checked()?;
+        let target = Target::parse(url, self.connect_timeout).map_err(refused)?;
+        let manager = Manager::from_connect(
+            target.config(),
+            target,
+            ManagerConfig { recycling_method: RecyclingMethod::Fast },
+        );
+        let pool = Pool::builder(manager).max_size(self.pool_size).build().map_err(refused)?;
+        Ok(self.build(table, pool, true))
+    }
+
+    /// A store on the application's own pool.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreErrorKind::Config`] if a setting cannot be used.
+    pub fn from_pool(self, pool: Pool) -> Result<PgStore, StoreError> {
+        let table = self.checked()?;
+        Ok(self.build(table, pool, false))
+    }
+
+    pub(super) fn build(self, table: Table, pool: Pool, own: bool) -> PgStore {
+        let shared = Shared {
+            id: StoreId::unique(),
+            session: Session { pool, own, named: self.named_statements },
+            statements: Statements::on(&table),
+            table,
+            timeout: self.timeout,
+            adopt_scope: self.adopt_scope,
+        };
+        PgStore { shared: Arc::new(shared) }
+    }
+
+    fn checked(&self) -> Result<Table, StoreError> {
+        if self.pool_size == 0 {
+            return Err(refused("the pool size is 0, it must be at least 1"));
+        }
+        for (what, time) in
+            [("timeout", Some(self.timeout)), ("connect_timeout", self.connect_timeout)]
+        {
+            if time.is_some_and(|time| !(SHORTEST_TIMEOUT..=LONGEST_TIMEOUT).contains(&time)) {
+                return Err(refused(format!(
+                    "the {what} must be {SHORTEST_TIMEOUT:?} to {LONGEST_TIMEOUT:?}"
+                )));
+            }
+        }
+        Table::new(self.schema.as_deref(), &self.table).map_err(refused)
+    }
+}
+
+fn refused(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> StoreError {
+    StoreError::new(StoreErrorKind::Config, "use the settings of the Postgres store")
+        .with_source(error)
+}
+
+const SHORTEST_TIMEOUT: Duration = Duration::from_millis(10);
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(600);
