@@ -177,11 +177,12 @@ impl StoreId {
 }
 
 /// A store failed. It says nothing about the key: neither that it is new nor that it is done.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct StoreError {
     kind: StoreErrorKind,
     attempted: &'static str,
-    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    /// Shared, since one failure may be that of many operations.
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
 /// The kinds of [`StoreError`].
@@ -218,7 +219,7 @@ impl StoreError {
         mut self,
         source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
     ) -> Self {
-        self.source = Some(source.into());
+        self.source = Some(Arc::from(source.into()));
         self
     }
 

@@ -63,7 +63,7 @@ pub trait Subject: Send + Sync {
 
 /// Makes a test of each case of [`conformance`](crate::testing::conformance): an attribute that
 /// makes a test of an `async fn`, then an expression that makes a new
-/// [`Subject`](crate::testing::conformance::Subject), which may `.await`.
+/// [`Subject`], which may `.await`.
 #[macro_export]
 macro_rules! conformance_tests {
     ($(#[$attribute:meta])+ $subject:expr) => {

@@ -11,6 +11,7 @@
 
 mod deduplicator;
 mod hosts;
+mod lanes;
 mod layer;
 mod migrate;
 mod naive;

@@ -8,6 +8,7 @@ use tokio::time::Instant;
 use super::{
     PgStore, Shared,
     connect::Target,
+    lanes::Lanes,
     schema::{DEFAULT_NAME, Table},
     session::{Session, Trouble},
     statements::Statements,
@@ -164,6 +165,7 @@ impl PgStoreBuilder {
         let shared = Shared {
             id: StoreId::unique(),
             session: Session { pool, own, named: self.named_statements },
+            lanes: Lanes::default(),
             statements: Statements::on(&table),
             table,
             timeout: self.timeout,

@@ -1,12 +1,13 @@
 //! Claims in Postgres.
 //!
-//! [`operations`] is the protocol by statements, [`statements`] has all SQL of requests, [`schema`]
-//! that of migrations, [`session`] carries one statement out, [`connect`] and [`tls`] make
-//! connections, [`error`] knows SQLSTATEs.
+//! [`operations`] is the protocol by statements, [`lanes`] sends those that wait together,
+//! [`session`] carries one statement out. [`statements`] has all SQL of requests, [`schema`] that of
+//! migrations. [`connect`] and [`tls`] make connections, [`error`] knows SQLSTATEs.
 
 mod builder;
 mod connect;
 mod error;
+mod lanes;
 mod operations;
 mod schema;
 mod session;
@@ -21,6 +22,7 @@ use tokio::time::{Instant, timeout_at};
 
 pub use self::builder::PgStoreBuilder;
 use self::{
+    lanes::Lanes,
     schema::{ADOPTED, Table},
     session::{Session, Trouble},
     statements::{Bounds, Statements},
@@ -31,8 +33,9 @@ use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, Scope};
 /// Keeps claims in a Postgres table, 13 or later.
 ///
 /// Cloning is cheap; clones share their connections. Each operation takes a connection for one
-/// round trip; none is held, and no transaction is open, while a handler runs. Every wait is
-/// bounded, and an operation whose connection is lost is asked again with the same token, on
+/// round trip; none is held, and no transaction is open, while a handler runs. Operations that
+/// would wait for each other are sent together, so a busy store needs few connections. Every wait
+/// is bounded, and an operation whose connection is lost is asked again with the same token, on
 /// another connection.
 ///
 /// Statements are unnamed and use no session state, so they work behind PgBouncer in transaction
@@ -58,6 +61,7 @@ pub struct PgStore {
 struct Shared {
     id: StoreId,
     session: Session,
+    lanes: Lanes,
     statements: Statements,
     table: Table,
     timeout: Duration,

@@ -1,12 +1,13 @@
 //! The protocol by statements: what each operation asks, and how its rows are read.
 
-use std::{collections::BTreeSet, slice::from_ref, time::Duration};
+use std::{collections::BTreeSet, slice::from_ref, sync::Arc, time::Duration};
 
 use tokio::time::{Instant, sleep};
 use tokio_postgres::{Row, types::Type};
 
 use super::{
     Shared,
+    lanes::{self, Lane, Operation},
     session::{Ask, Failure, Param, jitter},
     statements::Bounds,
 };
@@ -17,30 +18,14 @@ use crate::{
 
 impl Shared {
     /// One round trip tells what there is; a second one takes what is free.
-    pub(super) async fn claim(&self, claim: &Claim) -> Result<ClaimOutcome, StoreError> {
+    pub(super) async fn claim(self: &Arc<Self>, claim: &Claim) -> Result<ClaimOutcome, StoreError> {
         let deadline = self.deadline();
-        let (lease, retention) = (millis(claim.lease), millis(claim.retention));
-        let token = &claim.token.as_bytes()[..];
-        let params: [Param<'_>; 5] = [
-            (&claim.key.scope().as_str(), Type::TEXT),
-            (&claim.key.as_str(), Type::TEXT),
-            (&token, Type::BYTEA),
-            (&lease, Type::INT8),
-            (&retention, Type::INT8),
-        ];
-        let ask = |sql| Ask {
-            attempted: "claim the key",
-            sql,
-            bounds: Bounds { durable: true, ..self.bounds_within(claim.lease) },
-            params: &params,
-        };
         for look in 0..MAX_LOOKS {
             if look >= LOOKS_WITHOUT_A_PAUSE {
                 sleep(jitter()).await;
             }
-            let looked = self.session.ask(&ask(&self.statements.claim), deadline).await;
-            let row = match looked {
-                Ok(rows) => rows.first().map(found).transpose()?,
+            let row = match lanes::ask(self, Look(claim.clone()), deadline).await {
+                Ok(row) => row,
                 // A transaction that is not committed has the row: another claim, mid-way.
                 Err(Failure::Locked(_)) => return Ok(HELD_BY_A_TRANSACTION),
                 Err(failure) => return Err(failure.into()),
@@ -51,7 +36,7 @@ impl Shared {
                 OnClaim::Answer(ClaimOutcome::Claimed { attempt }) => (attempt, row.lease_left),
                 OnClaim::Answer(answer) => return Ok(answer),
                 OnClaim::Take { .. } => {
-                    let taken = self.session.ask(&ask(&self.statements.take), deadline).await;
+                    let taken = self.look(claim, &self.statements.take, deadline).await;
                     match taken {
                         Ok(rows) => match rows.first() {
                             Some(row) => (attempt(row)?, time(row, "lease_left")?),
@@ -72,55 +57,47 @@ impl Shared {
             }
             return Ok(ClaimOutcome::Claimed { attempt });
         }
-        Err(StoreError::new(StoreErrorKind::Conflict, "claim the key")
+        Err(StoreError::new(StoreErrorKind::Conflict, Look::ATTEMPTED)
             .with_source("the row came and went each time it was looked at"))
     }
 
+    /// Inserts or reads a key, or takes it, as the statement does.
+    async fn look(&self, claim: &Claim, sql: &str, deadline: Instant) -> Result<Vec<Row>, Failure> {
+        let ask = Ask {
+            attempted: Look::ATTEMPTED,
+            sql,
+            bounds: Bounds { durable: true, ..self.bounds_within(claim.lease) },
+            params: &[
+                (&claim.key.scope().as_str(), Type::TEXT),
+                (&claim.key.as_str(), Type::TEXT),
+                (&&claim.token.as_bytes()[..], Type::BYTEA),
+                (&millis(claim.lease), Type::INT8),
+                (&millis(claim.retention), Type::INT8),
+            ],
+        };
+        self.session.ask(&ask, deadline).await
+    }
+
     pub(super) async fn complete(
-        &self,
+        self: &Arc<Self>,
         key: &EventKey,
         token: ClaimToken,
         completion: Completion,
     ) -> Result<Held, StoreError> {
-        let status = completion.status.and_then(|status| i16::try_from(status).ok());
-        let retention = millis(completion.retention);
-        let params: [Param<'_>; 5] = [
-            (&key.scope().as_str(), Type::TEXT),
-            (&key.as_str(), Type::TEXT),
-            (&&token.as_bytes()[..], Type::BYTEA),
-            (&status, Type::INT2),
-            (&retention, Type::INT8),
-        ];
-        let ask = Ask {
-            attempted: "mark the key done",
-            sql: &self.statements.complete,
-            bounds: Bounds { durable: true, ..self.bounds() },
-            params: &params,
-        };
-        let rows = self.session.ask(&ask, self.deadline()).await?;
-        Ok(if rows.is_empty() { Held::Lost } else { Held::Yes })
+        let end = Complete(Ended { key: key.clone(), token, completion });
+        let found = lanes::ask(self, end, self.deadline()).await?;
+        Ok(if found { Held::Yes } else { Held::Lost })
     }
 
     pub(super) async fn fail(
-        &self,
+        self: &Arc<Self>,
         key: &EventKey,
         token: ClaimToken,
         retention: Duration,
     ) -> Result<bool, StoreError> {
-        let retention = millis(retention);
-        let params: [Param<'_>; 4] = [
-            (&key.scope().as_str(), Type::TEXT),
-            (&key.as_str(), Type::TEXT),
-            (&&token.as_bytes()[..], Type::BYTEA),
-            (&retention, Type::INT8),
-        ];
-        let ask = Ask {
-            attempted: "free the key",
-            sql: &self.statements.fail,
-            bounds: self.bounds(),
-            params: &params,
-        };
-        Ok(!self.session.ask(&ask, self.deadline()).await?.is_empty())
+        let completion = Completion::new(None, retention);
+        let end = Fail(Ended { key: key.clone(), token, completion });
+        Ok(lanes::ask(self, end, self.deadline()).await?)
     }
 
     pub(super) async fn renew(
@@ -152,14 +129,15 @@ impl Shared {
         let ask = Ask {
             attempted: "renew the leases",
             sql: &self.statements.renew,
-            bounds: self.bounds_within(shortest),
+            bounds: match each.len() {
+                1 => self.bounds_within(shortest),
+                _ => self.bounds_together(shortest),
+            },
             params: &params,
         };
         let mut held = BTreeSet::new();
         for row in self.session.ask(&ask, deadline).await? {
-            let place: i64 = row.try_get("place").map_err(unreadable)?;
-            let claim = usize::try_from(place - 1).ok().and_then(|place| each.get(place));
-            held.extend(claim.map(id));
+            held.extend(each.get(place(&row)?).map(id));
         }
         Ok(claims
             .iter()
@@ -227,11 +205,220 @@ impl Shared {
         Bounds { lock: bounds.lock.min(lease / 10), ..bounds }
     }
 
+    /// The same for a statement for several: if one waits, it is looked for by halving, so that the
+    /// others do not wait for long.
+    fn bounds_together(&self, shortest_lease: Duration) -> Bounds {
+        let bounds = self.bounds_within(shortest_lease);
+        Bounds { lock: bounds.lock.min(LOCK_TOGETHER), ..bounds }
+    }
+
     /// The server gives up before we do, so that its answer is heard: lock, then statement, then
     /// our own deadline.
     fn bounds(&self) -> Bounds {
         Bounds { lock: self.timeout / 2, statement: self.timeout / 10 * 9, durable: false }
     }
+}
+
+/// A claim's first statement: inserts the key or reads what there is; nothing says look again.
+#[derive(Clone, Debug)]
+pub(super) struct Look(Claim);
+
+impl Operation for Look {
+    type Answer = Option<claim::Row>;
+
+    const ATTEMPTED: &'static str = "claim the key";
+
+    fn lane(shared: &Shared) -> &Lane<Self> {
+        &shared.lanes.looks
+    }
+
+    fn key(&self) -> &EventKey {
+        &self.0.key
+    }
+
+    async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<Self::Answer, Failure> {
+        let rows = shared.look(&self.0, &shared.statements.claim, deadline).await?;
+        Ok(rows.first().map(found).transpose()?)
+    }
+
+    async fn together(
+        many: &[Self],
+        shared: &Shared,
+        deadline: Instant,
+    ) -> Result<Vec<Result<Self::Answer, Failure>>, Failure> {
+        let shortest = many.iter().map(|look| look.0.lease).min().unwrap_or_default();
+        let claims = many.iter().map(|look| &look.0);
+        let ask = Ask {
+            attempted: Self::ATTEMPTED,
+            sql: &shared.statements.claim_many,
+            bounds: Bounds { durable: true, ..shared.bounds_together(shortest) },
+            params: &[
+                (&each(many, |look| look.0.key.scope().as_str()), Type::TEXT_ARRAY),
+                (&each(many, |look| look.0.key.as_str()), Type::TEXT_ARRAY),
+                (&each(many, |look| &look.0.token.as_bytes()[..]), Type::BYTEA_ARRAY),
+                (&each(many, |look| millis(look.0.lease)), Type::INT8_ARRAY),
+                (&each(many, |look| millis(look.0.retention)), Type::INT8_ARRAY),
+            ],
+        };
+        let mut answers: Vec<_> = claims.map(|_| Ok(None)).collect();
+        for row in shared.session.ask(&ask, deadline).await? {
+            let Some(answer) = answers.get_mut(place(&row)?) else { continue };
+            // Inserted rows come first, and count.
+            if matches!(answer, Ok(None)) {
+                *answer = found(&row).map(Some).map_err(Failure::Failed);
+            }
+        }
+        Ok(answers)
+    }
+}
+
+/// How a claim ends.
+#[derive(Clone, Debug)]
+struct Ended {
+    key: EventKey,
+    token: ClaimToken,
+    completion: Completion,
+}
+
+impl Ended {
+    fn status(&self) -> Option<i16> {
+        self.completion.status.and_then(|status| i16::try_from(status).ok())
+    }
+}
+
+/// Marks a claim done; says whether it was there.
+#[derive(Clone, Debug)]
+pub(super) struct Complete(Ended);
+
+impl Operation for Complete {
+    type Answer = bool;
+
+    const ATTEMPTED: &'static str = "mark the key done";
+
+    fn lane(shared: &Shared) -> &Lane<Self> {
+        &shared.lanes.completions
+    }
+
+    fn key(&self) -> &EventKey {
+        &self.0.key
+    }
+
+    async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<bool, Failure> {
+        let ask = Ask {
+            attempted: Self::ATTEMPTED,
+            sql: &shared.statements.complete,
+            bounds: Bounds { durable: true, ..shared.bounds() },
+            params: &[
+                (&self.0.key.scope().as_str(), Type::TEXT),
+                (&self.0.key.as_str(), Type::TEXT),
+                (&&self.0.token.as_bytes()[..], Type::BYTEA),
+                (&self.0.status(), Type::INT2),
+                (&millis(self.0.completion.retention), Type::INT8),
+            ],
+        };
+        Ok(!shared.session.ask(&ask, deadline).await?.is_empty())
+    }
+
+    async fn together(
+        many: &[Self],
+        shared: &Shared,
+        deadline: Instant,
+    ) -> Result<Vec<Result<bool, Failure>>, Failure> {
+        let ask = Ask {
+            attempted: Self::ATTEMPTED,
+            sql: &shared.statements.complete_many,
+            bounds: Bounds { durable: true, ..shared.bounds_together(Duration::MAX) },
+            params: &[
+                (&each(many, |end| end.0.key.scope().as_str()), Type::TEXT_ARRAY),
+                (&each(many, |end| end.0.key.as_str()), Type::TEXT_ARRAY),
+                (&each(many, |end| &end.0.token.as_bytes()[..]), Type::BYTEA_ARRAY),
+                (&each(many, |end| end.0.status()), Type::INT2_ARRAY),
+                (&each(many, |end| millis(end.0.completion.retention)), Type::INT8_ARRAY),
+            ],
+        };
+        shared.which_were_there(many.len(), &ask, deadline).await
+    }
+}
+
+/// Frees a claim; says whether it was there.
+#[derive(Clone, Debug)]
+pub(super) struct Fail(Ended);
+
+impl Operation for Fail {
+    type Answer = bool;
+
+    const ATTEMPTED: &'static str = "free the key";
+
+    fn lane(shared: &Shared) -> &Lane<Self> {
+        &shared.lanes.failures
+    }
+
+    fn key(&self) -> &EventKey {
+        &self.0.key
+    }
+
+    async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<bool, Failure> {
+        let ask = Ask {
+            attempted: Self::ATTEMPTED,
+            sql: &shared.statements.fail,
+            bounds: shared.bounds(),
+            params: &[
+                (&self.0.key.scope().as_str(), Type::TEXT),
+                (&self.0.key.as_str(), Type::TEXT),
+                (&&self.0.token.as_bytes()[..], Type::BYTEA),
+                (&millis(self.0.completion.retention), Type::INT8),
+            ],
+        };
+        Ok(!shared.session.ask(&ask, deadline).await?.is_empty())
+    }
+
+    async fn together(
+        many: &[Self],
+        shared: &Shared,
+        deadline: Instant,
+    ) -> Result<Vec<Result<bool, Failure>>, Failure> {
+        let ask = Ask {
+            attempted: Self::ATTEMPTED,
+            sql: &shared.statements.fail_many,
+            bounds: shared.bounds_together(Duration::MAX),
+            params: &[
+                (&each(many, |end| end.0.key.scope().as_str()), Type::TEXT_ARRAY),
+                (&each(many, |end| end.0.key.as_str()), Type::TEXT_ARRAY),
+                (&each(many, |end| &end.0.token.as_bytes()[..]), Type::BYTEA_ARRAY),
+                (&each(many, |end| millis(end.0.completion.retention)), Type::INT8_ARRAY),
+            ],
+        };
+        shared.which_were_there(many.len(), &ask, deadline).await
+    }
+}
+
+impl Shared {
+    /// Whether each of several was among the rows, which tell their places.
+    async fn which_were_there(
+        &self,
+        many: usize,
+        ask: &Ask<'_>,
+        deadline: Instant,
+    ) -> Result<Vec<Result<bool, Failure>>, Failure> {
+        let mut there: Vec<_> = (0..many).map(|_| Ok(false)).collect();
+        for row in self.session.ask(ask, deadline).await? {
+            if let Some(there) = there.get_mut(place(&row)?) {
+                *there = Ok(true);
+            }
+        }
+        Ok(there)
+    }
+}
+
+/// One column of a statement for several.
+fn each<'a, O, T>(many: &'a [O], value: impl Fn(&'a O) -> T) -> Vec<T> {
+    many.iter().map(value).collect()
+}
+
+/// The place of a row's operation among several, from 0.
+fn place(row: &Row) -> Result<usize, StoreError> {
+    let place: i64 = row.try_get("place").map_err(unreadable)?;
+    usize::try_from(place - 1).map_err(unreadable)
 }
 
 /// The row as a claim finds it, or has made it.
@@ -281,6 +468,8 @@ fn millis(time: Duration) -> i64 {
 const HELD_BY_A_TRANSACTION: ClaimOutcome =
     ClaimOutcome::InProgress { lease_left: Duration::from_secs(1) };
 
+/// How long a statement for several waits for one.
+const LOCK_TOGETHER: Duration = Duration::from_millis(20);
 const MAX_LOOKS: u32 = 12;
 const LOOKS_WITHOUT_A_PAUSE: u32 = 2;
 /// A thousand years.

@@ -43,12 +43,28 @@ pub(super) struct Ask<'a> {
 pub(super) type Param<'a> = (&'a (dyn ToSql + Sync), Type);
 
 /// Why an operation failed.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Failure {
     /// Another transaction has a lock on the row; nothing was done.
     Locked(StoreError),
     /// Anything else.
     Failed(StoreError),
+}
+
+impl Failure {
+    /// Whether one operation of several may be the cause, and the others would succeed without it.
+    pub(super) fn may_be_of_one(&self) -> bool {
+        match self {
+            Self::Locked(_) => true,
+            Self::Failed(error) => error.kind() == StoreErrorKind::Other,
+        }
+    }
+}
+
+impl From<StoreError> for Failure {
+    fn from(error: StoreError) -> Self {
+        Self::Failed(error)
+    }
 }
 
 impl From<Failure> for StoreError {
@@ -199,6 +215,7 @@ pub(super) enum Trouble {
 /// The source of a [`StoreError`]: which wait it was, or what the driver said.
 #[derive(Debug)]
 pub(super) enum Cause {
+    QueueFull(usize),
     PoolBusy(usize),
     NoConnection,
     Silence,
@@ -209,6 +226,7 @@ pub(super) enum Cause {
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::QueueFull(size) => write!(f, "{size} operations are waiting already"),
             Self::PoolBusy(size) => {
                 write!(f, "all {size} connections of the pool are busy; enlarge it, or the timeout")
             }
@@ -225,7 +243,7 @@ impl Error for Cause {
         match self {
             Self::Pool(PoolError::Backend(error)) | Self::Driver(error) => error.source(),
             Self::Pool(error) => error.source(),
-            Self::PoolBusy(_) | Self::NoConnection | Self::Silence => None,
+            Self::QueueFull(_) | Self::PoolBusy(_) | Self::NoConnection | Self::Silence => None,
         }
     }
 }

@@ -17,9 +17,12 @@ use super::schema::Table;
 #[derive(Debug)]
 pub(super) struct Statements {
     pub(super) claim: String,
+    pub(super) claim_many: String,
     pub(super) take: String,
     pub(super) complete: String,
+    pub(super) complete_many: String,
     pub(super) fail: String,
+    pub(super) fail_many: String,
     pub(super) renew: String,
     pub(super) forget: String,
     pub(super) show: String,
@@ -56,6 +59,37 @@ impl Statements {
                  FROM {table} WHERE scope = $1 AND event_key = $2",
                 lease_left = left("lease_until"),
             ),
+            // The same for several keys.
+            //
+            // Parameters: arrays of scope, key, token, lease, retention; sorted by key, each key
+            // once. Rows: as `claim`, with the place (from 1) of each; the locks of the new rows are
+            // taken in the order of the keys.
+            claim_many: format!(
+                "WITH asked AS (
+                     SELECT * FROM unnest($1, $2, $3, $4, $5) WITH ORDINALITY
+                         AS asked(scope, event_key, token, lease, retention, place)
+                 ), inserted AS (
+                     INSERT INTO {table}
+                         (scope, event_key, status, token, attempt, claimed_at, lease_until, expires_at)
+                     SELECT scope, event_key, 'in_progress', token, 1, now(),
+                            now() + lease * {MILLISECOND},
+                            now() + (lease + retention) * {MILLISECOND}
+                     FROM asked ORDER BY place
+                     ON CONFLICT (scope, event_key) DO NOTHING
+                     RETURNING scope, event_key, lease_until
+                 )
+                 SELECT asked.place, true AS inserted, 'in_progress' AS status, true AS mine,
+                        1 AS attempt, {new_left} AS lease_left, false AS expired,
+                        NULL::int2 AS response_status
+                 FROM inserted JOIN asked USING (scope, event_key)
+                 UNION ALL
+                 SELECT asked.place, false, there.status::text,
+                        coalesce(there.token = asked.token, false), there.attempt::int4,
+                        {there_left}, there.expires_at <= now(), there.response_status::int2
+                 FROM asked JOIN {table} AS there USING (scope, event_key)",
+                new_left = left("inserted.lease_until"),
+                there_left = left("there.lease_until"),
+            ),
             // Takes a key that is free: failed, its lease over, or its retention over.
             //
             // Parameters: as `claim`. Rows: attempt and what is left of the lease; none if the key
@@ -89,6 +123,24 @@ impl Statements {
                    AND status IN ('in_progress', 'done')
                  RETURNING true"
             ),
+            // The same for several keys.
+            //
+            // Parameters: arrays of scope, key, token, status, retention; sorted by key, each key
+            // once. Rows: the places (from 1) of those that are held.
+            complete_many: format!(
+                "UPDATE {table} AS held
+                 SET status = 'done',
+                     done_at = CASE held.status WHEN 'done' THEN held.done_at ELSE now() END,
+                     response_status = CASE held.status WHEN 'done' THEN held.response_status
+                                       ELSE ended.response_status END,
+                     expires_at = CASE held.status WHEN 'done' THEN held.expires_at
+                                  ELSE now() + ended.retention * {MILLISECOND} END
+                 FROM unnest($1, $2, $3, $4, $5) WITH ORDINALITY
+                     AS ended(scope, event_key, token, response_status, retention, place)
+                 WHERE held.scope = ended.scope AND held.event_key = ended.event_key
+                   AND held.token = ended.token AND held.status IN ('in_progress', 'done')
+                 RETURNING ended.place"
+            ),
             // Frees a claim.
             //
             // Parameters: scope, key, token, retention. Rows, locks, index: as `complete`.
@@ -97,6 +149,19 @@ impl Statements {
                  SET status = 'failed', expires_at = now() + $4 * {MILLISECOND}
                  WHERE scope = $1 AND event_key = $2 AND token = $3 AND status = 'in_progress'
                  RETURNING true"
+            ),
+            // The same for several keys.
+            //
+            // Parameters: arrays of scope, key, token, retention; sorted by key, each key once.
+            // Rows: the places (from 1) of those that are held.
+            fail_many: format!(
+                "UPDATE {table} AS held
+                 SET status = 'failed', expires_at = now() + ended.retention * {MILLISECOND}
+                 FROM unnest($1, $2, $3, $4) WITH ORDINALITY
+                     AS ended(scope, event_key, token, retention, place)
+                 WHERE held.scope = ended.scope AND held.event_key = ended.event_key
+                   AND held.token = ended.token AND held.status = 'in_progress'
+                 RETURNING ended.place"
             ),
             // Moves leases on.
             //

@@ -1,0 +1,268 @@
+//! Lanes: what waits for a connection anyway is sent together.
+//!
+//! An operation that comes to an idle lane is sent at once, by its own plain statement. Those that
+//! come while it is under way queue up, and the next statement carries all of them: no timer, and
+//! no latency that was not there. The busier it gets, the more one round trip and one commit carry.
+
+use std::{
+    collections::{BTreeSet, VecDeque},
+    fmt::Debug,
+    future::Future,
+    marker::PhantomData,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use tokio::{
+    runtime::Handle,
+    sync::oneshot,
+    time::{Instant, timeout_at},
+};
+
+use super::{
+    Shared,
+    operations::{Complete, Fail, Look},
+    session::{Cause, Failure},
+};
+use crate::{
+    claim::EventKey,
+    store::{StoreError, StoreErrorKind},
+};
+
+/// The lanes of a store.
+#[derive(Debug, Default)]
+pub(super) struct Lanes {
+    pub(super) looks: Lane<Look>,
+    pub(super) completions: Lane<Complete>,
+    pub(super) failures: Lane<Fail>,
+}
+
+/// An operation that can be carried out alone or together with others of its kind.
+pub(super) trait Operation: Clone + Debug + Send + Sync + 'static {
+    /// What the caller gets.
+    type Answer: Debug + Send + 'static;
+
+    /// What the caller wants, for errors.
+    const ATTEMPTED: &'static str;
+
+    /// The lane that carries it.
+    fn lane(shared: &Shared) -> &Lane<Self>;
+
+    /// The key, of which a statement holds each at most once.
+    fn key(&self) -> &EventKey;
+
+    fn alone(
+        &self,
+        shared: &Shared,
+        deadline: Instant,
+    ) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
+
+    /// Answers in the order of `many`, which is sorted by key.
+    fn together(
+        many: &[Self],
+        shared: &Shared,
+        deadline: Instant,
+    ) -> impl Future<Output = Result<Vec<Result<Self::Answer, Failure>>, Failure>> + Send;
+}
+
+/// The queue of one kind of operation.
+#[derive(Debug)]
+pub(super) struct Lane<O: Operation> {
+    queue: Mutex<Queue<O>>,
+}
+
+#[derive(Debug)]
+struct Queue<O: Operation> {
+    waiting: VecDeque<Waiting<O>>,
+    /// Statements under way.
+    under_way: usize,
+}
+
+#[derive(Debug)]
+struct Waiting<O: Operation> {
+    operation: O,
+    answer: oneshot::Sender<Result<O::Answer, Failure>>,
+    /// Whether it may have been sent.
+    sent: Arc<AtomicBool>,
+}
+
+impl<O: Operation> Default for Lane<O> {
+    fn default() -> Self {
+        Self { queue: Mutex::new(Queue { waiting: VecDeque::new(), under_way: 0 }) }
+    }
+}
+
+impl<O: Operation> Lane<O> {
+    /// No code panics while it holds the lock, so a poisoned queue is a whole one.
+    fn queue(&self) -> MutexGuard<'_, Queue<O>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Carries an operation out, alone or together with what else is waiting.
+pub(super) async fn ask<O: Operation>(
+    shared: &Arc<Shared>,
+    operation: O,
+    deadline: Instant,
+) -> Result<O::Answer, Failure> {
+    let failed = |kind, cause: Cause| {
+        Failure::Failed(StoreError::new(kind, O::ATTEMPTED).with_source(cause))
+    };
+    match enter(shared, operation) {
+        Entered::Alone(operation, _turn) => operation.alone(shared, deadline).await,
+        Entered::Waits { sent, answered } => match timeout_at(deadline, answered).await {
+            Ok(Ok(answer)) => answer,
+            // Its time is over, or the runtime that carried it has shut down.
+            _ if sent.load(Ordering::Acquire) => {
+                Err(failed(StoreErrorKind::Unknown, Cause::Silence))
+            }
+            _ => Err(failed(StoreErrorKind::Unavailable, Cause::NoConnection)),
+        },
+        Entered::Full => Err(failed(StoreErrorKind::Unavailable, Cause::QueueFull(MAX_WAITING))),
+    }
+}
+
+/// How an operation has entered its lane.
+enum Entered<O: Operation> {
+    /// Nothing was in its way.
+    Alone(O, Turn<O>),
+    Waits {
+        sent: Arc<AtomicBool>,
+        answered: oneshot::Receiver<Result<O::Answer, Failure>>,
+    },
+    Full,
+}
+
+fn enter<O: Operation>(shared: &Arc<Shared>, operation: O) -> Entered<O> {
+    let mut queue = O::lane(shared).queue();
+    if queue.waiting.len() >= MAX_WAITING {
+        return Entered::Full;
+    }
+    let idle = queue.under_way < MAX_UNDER_WAY;
+    if idle && queue.waiting.is_empty() {
+        queue.under_way += 1;
+        return Entered::Alone(operation, Turn { shared: shared.clone(), of: PhantomData });
+    }
+    let (answer, answered) = oneshot::channel();
+    let sent = Arc::new(AtomicBool::new(false));
+    queue.waiting.push_back(Waiting { operation, answer, sent: sent.clone() });
+    drop(queue);
+    if idle {
+        tokio::spawn(carry::<O>(shared.clone()));
+    }
+    Entered::Waits { sent, answered }
+}
+
+/// The right to have one statement under way. When it ends, whatever way, those that wait have
+/// their turn.
+struct Turn<O: Operation> {
+    shared: Arc<Shared>,
+    of: PhantomData<fn(O)>,
+}
+
+impl<O: Operation> Drop for Turn<O> {
+    fn drop(&mut self) {
+        let mut queue = O::lane(&self.shared).queue();
+        queue.under_way -= 1;
+        let nobody_waits = queue.waiting.is_empty();
+        drop(queue);
+        if nobody_waits {
+            return;
+        }
+        // Without a runtime, or on one that shuts down, the next that enters carries them.
+        if let Ok(runtime) = Handle::try_current() {
+            runtime.spawn(carry::<O>(self.shared.clone()));
+        }
+    }
+}
+
+/// Sends what is waiting until nothing is.
+async fn carry<O: Operation>(shared: Arc<Shared>) {
+    // Only now, since a runtime that shuts down takes tasks and never runs them.
+    {
+        let mut queue = O::lane(&shared).queue();
+        if queue.under_way >= MAX_UNDER_WAY {
+            return;
+        }
+        queue.under_way += 1;
+    }
+    let turn = Turn::<O> { shared, of: PhantomData };
+    loop {
+        let batch = next_batch(&mut O::lane(&turn.shared).queue());
+        if batch.is_empty() {
+            return;
+        }
+        carry_out(&turn.shared, batch).await;
+    }
+}
+
+/// Takes as many as fit into a statement, each key once: the second of a key waits for the fate of
+/// the first. Sorted, so that two statements take their locks in the same order.
+fn next_batch<O: Operation>(queue: &mut Queue<O>) -> Vec<Waiting<O>> {
+    let mut batch = Vec::new();
+    let mut keys = BTreeSet::new();
+    let mut later = Vec::new();
+    while batch.len() < MAX_TOGETHER {
+        let Some(waiting) = queue.waiting.pop_front() else { break };
+        if waiting.answer.is_closed() {
+            // Its caller has gone, and nothing was sent.
+            continue;
+        }
+        if keys.insert(waiting.operation.key().clone()) {
+            waiting.sent.store(true, Ordering::Release);
+            batch.push(waiting);
+        } else {
+            later.push(waiting);
+        }
+    }
+    for waiting in later.into_iter().rev() {
+        queue.waiting.push_front(waiting);
+    }
+    batch.sort_by(|a, b| a.operation.key().cmp(b.operation.key()));
+    batch
+}
+
+/// Sends a batch; in parts if one of it stands in the way of the others.
+async fn carry_out<O: Operation>(shared: &Arc<Shared>, batch: Vec<Waiting<O>>) {
+    let mut parts = vec![batch];
+    while let Some(mut part) = parts.pop() {
+        let deadline = shared.deadline();
+        if part.len() == 1 {
+            for one in part {
+                let answer = one.operation.alone(shared, deadline).await;
+                // Its caller may have gone.
+                let _ = one.answer.send(answer);
+            }
+            continue;
+        }
+        let operations: Vec<_> = part.iter().map(|one| one.operation.clone()).collect();
+        match O::together(&operations, shared, deadline).await {
+            Ok(answers) => {
+                for (one, answer) in part.into_iter().zip(answers) {
+                    let _ = one.answer.send(answer);
+                }
+            }
+            // One that waits for another transaction, or is refused, is found by halving, and
+            // does not keep the others.
+            Err(failure) if failure.may_be_of_one() => {
+                let half = part.split_off(part.len() / 2);
+                parts.push(half);
+                parts.push(part);
+            }
+            Err(failure) => {
+                for one in part {
+                    let _ = one.answer.send(Err(failure.clone()));
+                }
+            }
+        }
+    }
+}
+
+/// Statements of one kind under way at once.
+const MAX_UNDER_WAY: usize = 2;
+/// Operations in one statement.
+const MAX_TOGETHER: usize = 256;
+/// Operations in the queue.
+const MAX_WAITING: usize = 16_384;

@@ -1,0 +1,299 @@
+//! Operations that wait are sent together, and none of them suffers from its neighbours.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use tokio::{
+    runtime,
+    task::JoinSet,
+    time::{Instant, timeout},
+};
+use tower_dedupe::{
+    ClaimStore, EventKey, PgStore, Scope, StoreError,
+    claim::{Claim, ClaimOutcome, Held, State},
+    store::{Completion, StoreErrorKind},
+};
+
+use crate::support::{
+    cut::{Moment, Proxy, Traffic},
+    postgres::{self, Schema},
+};
+
+fn event(key: &str) -> EventKey {
+    EventKey::new(Scope::new("s").unwrap(), key).unwrap()
+}
+
+fn claim(key: &str) -> Claim {
+    Claim::new(event(key), Duration::from_secs(60), Duration::from_secs(60))
+}
+
+fn done() -> Completion {
+    Completion::new(Some(200), Duration::from_secs(60))
+}
+
+/// A store with one connection, so that whatever comes second waits.
+async fn narrow(db: &Schema) -> PgStore {
+    db.store().await;
+    db.builder().pool_size(1).connect(db.bare_url()).await.unwrap()
+}
+
+/// Sends these claims at once.
+async fn at_once(
+    store: &PgStore,
+    claims: impl IntoIterator<Item = Claim>,
+) -> Vec<(Claim, Result<ClaimOutcome, StoreError>)> {
+    let mut asking = JoinSet::new();
+    for claim in claims {
+        let store = store.clone();
+        asking.spawn(async move {
+            let outcome = store.claim(&claim).await;
+            (claim, outcome)
+        });
+    }
+    asking.join_all().await
+}
+
+const CLAIMED: ClaimOutcome = ClaimOutcome::Claimed { attempt: 1 };
+
+#[tokio::test]
+async fn what_waits_for_a_connection_is_sent_in_one_statement() {
+    let db = postgres::schema().await;
+    db.store().await;
+    let proxy = Proxy::before(postgres::shared().port()).await;
+    let url = proxy.instead_of_host(db.bare_url());
+    let store = db.builder().pool_size(1).connect(&url).await.unwrap();
+    let before = proxy.round_trips();
+    let claimed = at_once(&store, (0..200).map(|n| claim(&n.to_string()))).await;
+    let round_trips = proxy.round_trips() - before;
+    assert!(claimed.iter().all(|(_, outcome)| outcome.as_ref().unwrap() == &CLAIMED));
+    assert!(round_trips <= 8, "{round_trips} round trips for 200 claims");
+
+    let before = proxy.round_trips();
+    let mut ending = JoinSet::new();
+    for (n, (claim, _)) in claimed.into_iter().enumerate() {
+        let store = store.clone();
+        ending.spawn(async move {
+            if n % 4 == 0 {
+                assert!(store.fail(&claim.key, claim.token, done().retention).await.unwrap());
+            } else {
+                let completed = store.complete(&claim.key, claim.token, done()).await;
+                assert_eq!(completed.unwrap(), Held::Yes);
+            }
+        });
+    }
+    ending.join_all().await;
+    let round_trips = proxy.round_trips() - before;
+    assert!(round_trips <= 12, "{round_trips} round trips for 200 ends");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_claims_of_a_key_that_wait_together_are_not_both_granted() {
+    let db = postgres::schema().await;
+    let store = narrow(&db).await;
+    for round in 0..5 {
+        let key = |n: usize| format!("{round} {}", n % 20);
+        let mut granted = BTreeMap::<EventKey, usize>::new();
+        for (claim, outcome) in at_once(&store, (0..100).map(|n| claim(&key(n)))).await {
+            match outcome.unwrap() {
+                ClaimOutcome::Claimed { .. } => *granted.entry(claim.key).or_default() += 1,
+                other => assert!(matches!(other, ClaimOutcome::InProgress { .. }), "{other:?}"),
+            }
+        }
+        assert_eq!(granted.len(), 20);
+        assert!(granted.values().all(|times| *times == 1), "I3: {granted:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_answer_goes_to_its_own_caller() {
+    let db = postgres::schema().await;
+    let store = narrow(&db).await;
+    // Keys in every state, asked for at once.
+    for n in 0..40_u16 {
+        let first = claim(&n.to_string());
+        let retention = done().retention;
+        match n % 4 {
+            0 => continue,
+            1 => drop(store.claim(&first).await.unwrap()),
+            2 => {
+                store.claim(&first).await.unwrap();
+                let completion = Completion::new(Some(200 + n), retention);
+                store.complete(&first.key, first.token, completion).await.unwrap();
+            }
+            _ => {
+                store.claim(&first).await.unwrap();
+                assert!(store.fail(&first.key, first.token, retention).await.unwrap());
+            }
+        }
+    }
+    for (claim, outcome) in at_once(&store, (0..40).map(|n| claim(&n.to_string()))).await {
+        let n: u16 = claim.key.as_str().parse().unwrap();
+        match (n % 4, outcome.unwrap()) {
+            (0, ClaimOutcome::Claimed { attempt: 1 })
+            | (1, ClaimOutcome::InProgress { .. })
+            | (3, ClaimOutcome::Claimed { attempt: 2 }) => {}
+            (2, ClaimOutcome::Done { status: Some(status) }) if status == 200 + n => {}
+            (_, other) => panic!("{n}: {other:?}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_that_waits_for_another_transaction_does_not_stall_its_neighbours() {
+    let db = postgres::schema().await;
+    let store = narrow(&db).await;
+    let mut client = db.client().await;
+    let open = client.transaction().await.unwrap();
+    open.batch_execute(
+        "INSERT INTO processed_events
+             (scope, event_key, status, attempt, claimed_at, lease_until, expires_at)
+         VALUES ('s', '50', 'in_progress', 1, now(), now(), now())",
+    )
+    .await
+    .unwrap();
+    let asked = Instant::now();
+    let mut claims = Vec::new();
+    for (claim, outcome) in at_once(&store, (0..100).map(|n| claim(&n.to_string()))).await {
+        match (claim.key.as_str(), outcome.unwrap()) {
+            ("50", ClaimOutcome::InProgress { .. }) => {}
+            ("50", other) => panic!("{other:?}"),
+            (_, outcome) => {
+                assert_eq!(outcome, CLAIMED);
+                claims.push(claim);
+            }
+        }
+    }
+    assert!(asked.elapsed() < Duration::from_secs(3), "no operation has failed for want of time");
+    open.rollback().await.unwrap();
+
+    // A done mark whose row is locked by somebody else.
+    let open = client.transaction().await.unwrap();
+    open.batch_execute("SELECT FROM processed_events WHERE event_key = '7' FOR UPDATE")
+        .await
+        .unwrap();
+    let mut ending = JoinSet::new();
+    for claim in claims {
+        let store = store.clone();
+        ending.spawn(async move {
+            let completed = store.complete(&claim.key, claim.token, done()).await;
+            (claim.key.as_str().to_owned(), completed)
+        });
+    }
+    for (key, completed) in ending.join_all().await {
+        match completed {
+            Ok(held) => assert!(held == Held::Yes && key != "7", "{key}"),
+            Err(error) => assert!(key == "7", "{key} failed: {error:?}"),
+        }
+    }
+    open.rollback().await.unwrap();
+    assert_eq!(store.show(&event("8")).await.unwrap().unwrap().state, State::Done);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_that_is_refused_does_not_fail_its_neighbours() {
+    let db = postgres::schema().await;
+    let store = narrow(&db).await;
+    db.client()
+        .await
+        .batch_execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+             BEGIN
+                 IF NEW.event_key IN ('13', '77') THEN RAISE 'not this one'; END IF;
+                 RETURN NEW;
+             END $$;
+             CREATE TRIGGER refuse BEFORE INSERT ON processed_events
+             FOR EACH ROW EXECUTE FUNCTION refuse()",
+        )
+        .await
+        .unwrap();
+    for (claim, outcome) in at_once(&store, (0..100).map(|n| claim(&n.to_string()))).await {
+        if ["13", "77"].contains(&claim.key.as_str()) {
+            assert_eq!(outcome.unwrap_err().kind(), StoreErrorKind::Other);
+        } else {
+            assert_eq!(outcome.unwrap(), CLAIMED, "{:?}", claim.key);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_statement_for_many_that_was_cut_off_is_asked_again_with_the_same_tokens() {
+    let db = postgres::schema().await;
+    db.store().await;
+    for moment in [Moment::BeforeTheServer, Moment::BeforeTheAnswer] {
+        for write in 1..=3 {
+            let proxy = Proxy::before(postgres::shared().port()).await;
+            let url = proxy.instead_of_host(db.bare_url());
+            let store = db.builder().pool_size(1).connect(&url).await.unwrap();
+            let key = |n: usize| format!("{moment:?} {write} {n}");
+            proxy.cut_at(write, moment);
+            for (claim, outcome) in at_once(&store, (0..100).map(|n| claim(&key(n)))).await {
+                assert_eq!(outcome.unwrap(), CLAIMED, "{:?}", claim.key);
+            }
+            assert!(proxy.cuts_no_more(), "write {write} never came");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn callers_that_leave_do_not_leave_the_others_waiting() {
+    let db = postgres::schema().await;
+    db.store().await;
+    let proxy = Proxy::before(postgres::shared().port()).await;
+    let url = proxy.instead_of_host(db.bare_url());
+    let store = db.builder().pool_size(1).connect(&url).await.unwrap();
+    for leaving in 0..30 {
+        // Those that leave are the ones under way as well as the ones that wait.
+        proxy.traffic(Traffic::Vanishes);
+        let mut asking = JoinSet::new();
+        let mut staying = JoinSet::new();
+        for n in 0..30 {
+            let (store, claim) = (store.clone(), claim(&format!("{leaving} {n}")));
+            let ask = async move { store.claim(&claim).await };
+            if n <= leaving {
+                asking.spawn(ask)
+            } else {
+                staying.spawn(ask)
+            };
+        }
+        tokio::task::yield_now().await;
+        asking.shutdown().await;
+        proxy.traffic(Traffic::Flows);
+        let answered = timeout(Duration::from_secs(20), staying.join_all()).await;
+        for outcome in answered.expect("they wait for ever") {
+            assert_eq!(outcome.unwrap(), CLAIMED);
+        }
+    }
+}
+
+#[test]
+fn a_runtime_that_ends_does_not_take_the_lane_along() {
+    let build = || runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    let (first, second) = (build().unwrap(), build().unwrap());
+    let db = second.block_on(postgres::schema());
+    let (store, proxy) = second.block_on(async {
+        db.store().await;
+        let proxy = Proxy::before(postgres::shared().port()).await;
+        let url = proxy.instead_of_host(db.bare_url());
+        let builder = db.builder().pool_size(1).timeout(Duration::from_secs(1));
+        (builder.connect_lazy(&url).unwrap(), proxy)
+    });
+    // On the first runtime everything is under way or waits, when it ends.
+    proxy.traffic(Traffic::Vanishes);
+    first.block_on(async {
+        for n in 0..50 {
+            let (store, claim) = (store.clone(), claim(&n.to_string()));
+            tokio::spawn(async move { store.claim(&claim).await });
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    });
+    first.shutdown_background();
+    proxy.traffic(Traffic::Flows);
+    second.block_on(async {
+        let began = Instant::now();
+        // The connection of the dead runtime may be met once.
+        while store.claim(&claim("after")).await.is_err() {
+            assert!(began.elapsed() < Duration::from_secs(20), "the lane is stuck");
+        }
+        let claimed = at_once(&store, (100..150).map(|n| claim(&n.to_string()))).await;
+        assert!(claimed.iter().all(|(_, outcome)| outcome.as_ref().unwrap() == &CLAIMED));
+    });
+}
