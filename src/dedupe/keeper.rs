@@ -15,7 +15,7 @@ use tokio::{
 use super::caught;
 use crate::{
     claim::{Claim, ClaimToken, Held},
-    store::{ClaimStore, StoreId},
+    store::{ClaimStore, StoreError, StoreErrorKind, StoreId},
 };
 
 /// Renews the claims of one store while their handlers run.
@@ -97,28 +97,44 @@ impl Keeper {
     }
 
     async fn renew_due(&self) {
-        let batch = self.due(Instant::now());
-        if batch.is_empty() {
+        let due = self.due(Instant::now());
+        if due.is_empty() {
             return;
         }
-        // The lease is counted from before the statement was sent: never later than it really
-        // begins.
-        let sent = Instant::now();
-        let fates = match caught(self.store.renew(&batch)).await {
-            Ok(Ok(fates)) => fates,
-            Ok(Err(error)) => {
-                tracing::warn!(
-                    claims = batch.len(),
-                    error = &error as &dyn std::error::Error,
-                    "could not renew claims, will try again",
-                );
-                return self.try_again(&batch);
+        let mut parts = vec![due];
+        while let Some(mut part) = parts.pop() {
+            // The lease is counted from before the statement was sent: never later than it really
+            // begins.
+            let sent = Instant::now();
+            match caught(self.store.renew(&part)).await {
+                Ok(Ok(fates)) => self.renewed(&part, fates, sent),
+                // One of them stands in the way: found by halving, it does not cost the others
+                // their leases.
+                Ok(Err(error)) if part.len() > 1 && may_be_of_one(&error) => {
+                    let half = part.split_off(part.len() / 2);
+                    parts.push(half);
+                    parts.push(part);
+                }
+                Ok(Err(error)) => {
+                    tracing::warn!(
+                        claims = part.len(),
+                        error = &error as &dyn std::error::Error,
+                        "could not renew claims, will try again",
+                    );
+                    self.try_again(&part);
+                }
+                Err(_) => {
+                    tracing::error!(
+                        claims = part.len(),
+                        "the store panicked while renewing claims"
+                    );
+                    self.try_again(&part);
+                }
             }
-            Err(_) => {
-                tracing::error!(claims = batch.len(), "the store panicked while renewing claims");
-                return self.try_again(&batch);
-            }
-        };
+        }
+    }
+
+    fn renewed(&self, batch: &[Claim], fates: Vec<Held>, sent: Instant) {
         let mut claims = lock(&self.claims);
         for (claim, fate) in batch.iter().zip(fates) {
             match fate {
@@ -220,6 +236,11 @@ async fn tend_all(keeper: Weak<Keeper>, changed: Arc<Notify>) {
         let Some(keeper) = keeper.upgrade() else { return };
         keeper.renew_due().await;
     }
+}
+
+/// Whether one claim of several may be the cause of an error.
+fn may_be_of_one(error: &StoreError) -> bool {
+    matches!(error.kind(), StoreErrorKind::Conflict | StoreErrorKind::Other)
 }
 
 /// No code panics while it holds one of these locks, so a poisoned one is still whole.

@@ -442,6 +442,38 @@ async fn a_handler_slower_than_its_lease_is_not_overtaken() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_claim_that_cannot_be_renewed_does_not_cost_its_neighbours_their_leases() {
+    let db = postgres::schema().await;
+    let lease = Duration::from_millis(900);
+    let handler = Handler::behind(0);
+    let layer = layer(&db.store().await).lease(lease);
+    let server = handler.serve(layer.clone()).await;
+    let replica = handler.serve(layer).await;
+    let mut slow = JoinSet::new();
+    for n in 0..20 {
+        slow.spawn(async move { server.deliver(&n.to_string()).await.status });
+    }
+    handler.has_begun(20).await;
+    // Somebody locks one of the rows and keeps it for a while.
+    let mut client = db.client().await;
+    let open = client.transaction().await.unwrap();
+    open.batch_execute("SELECT FROM processed_events WHERE event_key = '7' FOR UPDATE")
+        .await
+        .unwrap();
+    let begun = Instant::now();
+    while begun.elapsed() < 3 * lease {
+        for n in (0..20).filter(|n| *n != 7) {
+            let answer = replica.deliver(&n.to_string()).await;
+            assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE, "{n}: {answer:?}");
+        }
+    }
+    open.rollback().await.unwrap();
+    handler.gate.add_permits(20);
+    assert!(slow.join_all().await.iter().all(|status| *status == StatusCode::OK));
+    assert_eq!(handler.ended(), 20);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_hung_handler_is_overtaken_after_max_hold_and_then_changes_nothing() {
     let db = postgres::schema().await;
     let store = db.store().await;
