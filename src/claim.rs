@@ -126,7 +126,8 @@ impl EventKey {
 
 impl fmt::Debug for EventKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.scope, Shortened(&self.key))
+        let scope = Shortened { text: self.scope.as_str(), to: SHOWN_OF_SCOPE };
+        write!(f, "{scope}/{}", Shortened { text: &self.key, to: SHOWN_OF_KEY })
     }
 }
 
@@ -401,15 +402,18 @@ pub fn may_change(row: &Row) -> bool {
     row.mine && row.state == State::InProgress
 }
 
-/// Shows the first characters of a key and how much more there is.
-pub(crate) struct Shortened<'a>(pub(crate) &'a str);
+/// Shows the first characters of a text and how much more there is.
+struct Shortened<'a> {
+    text: &'a str,
+    to: usize,
+}
 
 impl fmt::Display for Shortened<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut chars = self.0.char_indices();
-        match chars.nth(SHOWN_CHARS).map(|(at, _)| self.0.split_at(at)) {
+        let mut chars = self.text.char_indices();
+        match chars.nth(self.to).map(|(at, _)| self.text.split_at(at)) {
             Some((shown, rest)) => write!(f, "{}…(+{} bytes)", shown.escape_debug(), rest.len()),
-            None => write!(f, "{}", self.0.escape_debug()),
+            None => write!(f, "{}", self.text.escape_debug()),
         }
     }
 }
@@ -427,4 +431,5 @@ pub(crate) fn check_text(text: &str, limit: usize) -> Result<(), TextError> {
     }
 }
 
-const SHOWN_CHARS: usize = 12;
+const SHOWN_OF_KEY: usize = 12;
+const SHOWN_OF_SCOPE: usize = 32;

@@ -2,14 +2,14 @@
 
 use std::{
     fmt,
-    hash::{DefaultHasher, Hash, Hasher},
-    sync::{Arc, OnceLock},
+    hash::{BuildHasher, RandomState},
+    sync::{Arc, LazyLock, OnceLock},
     time::Duration,
 };
 
 use super::{Deduplicator, Shared, drain::Flight};
 use crate::{
-    claim::{EventKey, Shortened, TextError},
+    claim::{EventKey, TextError},
     key::Volatile,
     store::ClaimStore,
 };
@@ -259,23 +259,27 @@ impl Settings {
     pub(super) fn shown<'a>(&self, key: &'a EventKey) -> Shown<'a> {
         Shown { key, redacted: self.redact_keys }
     }
+
+    pub(super) fn redacts_keys(&self) -> bool {
+        self.redact_keys
+    }
 }
 
-/// A key as logs show it.
+/// A key as logs show it: key and scope shortened, since a scope may be a path with anything in
+/// it; or hashed together.
 pub(crate) struct Shown<'a> {
-    key: &'a EventKey,
-    redacted: bool,
+    pub(super) key: &'a EventKey,
+    pub(super) redacted: bool,
 }
 
 impl fmt::Display for Shown<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/", self.key.scope())?;
         if self.redacted {
-            let mut hasher = DefaultHasher::new();
-            self.key.hash(&mut hasher);
-            write!(f, "#{:016x}", hasher.finish())
+            // The secret is this process's own: nobody can find a key by hashing guesses.
+            static SECRET: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+            write!(f, "#{:016x}", SECRET.hash_one(self.key))
         } else {
-            Shortened(self.key.as_str()).fmt(f)
+            fmt::Debug::fmt(self.key, f)
         }
     }
 }

@@ -64,8 +64,8 @@ impl Guard {
 
         let why = match answer {
             Ok(ClaimOutcome::Claimed { attempt }) => {
-                let max_hold = guard.shared.settings.max_hold;
-                let tending = guard.shared.keeper().tend(guard.claim.clone(), max_hold);
+                let keeper = guard.shared.keeper();
+                let tending = keeper.tend(guard.claim.clone(), &guard.shared.settings);
                 guard.stage = Stage::Held(tending);
                 guard.attempt = attempt;
                 return Granted::Claimed(guard);

@@ -3,7 +3,6 @@
 use std::{
     collections::HashMap,
     sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak},
-    time::Duration,
 };
 
 use tokio::{
@@ -12,7 +11,10 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use super::caught;
+use super::{
+    caught,
+    config::{Settings, Shown},
+};
 use crate::{
     claim::{Claim, ClaimToken, Held},
     store::{ClaimStore, StoreError, StoreErrorKind, StoreId},
@@ -42,6 +44,7 @@ struct Tended {
     claim: Claim,
     due: Instant,
     hold_until: Instant,
+    redacted: bool,
     lost: oneshot::Sender<()>,
 }
 
@@ -71,13 +74,15 @@ impl Keeper {
 
     /// Renews a claim that was just granted, until the returned guard is dropped, at most for
     /// `max_hold`.
-    pub(super) fn tend(self: &Arc<Self>, claim: Claim, max_hold: Duration) -> Tending {
+    pub(super) fn tend(self: &Arc<Self>, claim: Claim, settings: &Settings) -> Tending {
         let now = Instant::now();
         let due = now + claim.lease / 3;
         let token = claim.token;
         let (lost, learns_of_loss) = oneshot::channel();
         let mut claims = lock(&self.claims);
-        claims.tended.insert(token, Tended { claim, due, hold_until: now + max_hold, lost });
+        let hold_until = now + settings.max_hold;
+        let redacted = settings.redacts_keys();
+        claims.tended.insert(token, Tended { claim, due, hold_until, redacted, lost });
         let sooner = claims.wakes_at.is_none_or(|at| due < at);
         if sooner {
             claims.wakes_at = Some(due);
@@ -161,8 +166,8 @@ impl Keeper {
             let may_go_on = now < one.hold_until;
             if !may_go_on {
                 tracing::error!(
-                    scope = %one.claim.key.scope(),
-                    token = ?token,
+                    event_key = %Shown { key: &one.claim.key, redacted: one.redacted },
+                    ?token,
                     "a handler is still running after max_hold: its claim is no longer renewed, \
                      and the event can be taken over when the lease ends",
                 );

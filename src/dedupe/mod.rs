@@ -152,6 +152,11 @@ impl Deduplicator {
         }
     }
 
+    /// Whether nothing of a key may be shown.
+    pub(crate) fn redacts_keys(&self) -> bool {
+        self.shared.settings.redacts_keys()
+    }
+
     /// How a key is shown in logs: shortened, or hashed.
     pub(crate) fn shown<'a>(&self, key: &'a EventKey) -> config::Shown<'a> {
         self.shared.settings.shown(key)

@@ -77,6 +77,7 @@ pub(super) enum Refusal {
     MissingKey(String),
     InvalidKey(String),
     BodyTooLarge { limit: usize },
+    OuterBodyLimit,
     BodyTimeout { patience: Duration },
     BodyUnreadable,
     Encoding(String),
@@ -130,6 +131,12 @@ impl Refusal {
                 Is::BodyTooLarge,
                 None,
                 format!("the body is longer than {limit} bytes"),
+            ),
+            Self::OuterBodyLimit => (
+                StatusCode::PAYLOAD_TOO_LARGE,
+                Is::BodyTooLarge,
+                None,
+                "the body is longer than an outer layer allows".into(),
             ),
             Self::BodyTimeout { patience } => (
                 StatusCode::REQUEST_TIMEOUT,

@@ -13,8 +13,10 @@ impl Success {
         Self(Arc::new(judge))
     }
 
+    /// An interim answer or a switch of protocols is no success, whoever says so: nothing was
+    /// answered that a duplicate could be answered with.
     pub(super) fn is(&self, response: &Parts) -> bool {
-        (self.0)(response)
+        !response.status.is_informational() && (self.0)(response)
     }
 }
 

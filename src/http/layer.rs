@@ -147,7 +147,8 @@ impl DedupeLayer {
     }
 
     /// The longest body that is read to find a key, in bytes, as sent and as decoded. Default
-    /// 2 MiB; a longer one is answered with 413. Bodies that need not be read have no limit here.
+    /// 2 MiB; a longer one is answered with 413. Bodies that need not be read have no limit here:
+    /// those of requests whose head tells the key.
     #[must_use]
     pub fn max_body(mut self, bytes: usize) -> Self {
         self.config.max_body = bytes;
@@ -321,11 +322,15 @@ impl Config {
         within("body_timeout", self.body_timeout, Duration::from_millis(1), MAX_WAIT)
     }
 
-    pub(super) fn needs_body(&self) -> bool {
-        self.source.needs_body() || self.bypass.is_some()
+    /// Looks at a request's head, if that is enough; `None` if the body must be read first.
+    pub(super) fn find_in_head(&self, parts: &request::Parts) -> Option<Found> {
+        if self.bypass.is_some() {
+            return None;
+        }
+        self.source.find_in_head(parts).map(|found| self.with_scope(parts, found))
     }
 
-    /// Looks at a request's head and its body, which is empty unless it is needed.
+    /// Looks at a request's head and its body.
     pub(super) fn find(&self, parts: &request::Parts, data: &[u8]) -> Found {
         let body = match decode::for_looking(&parts.headers, data, self.max_body) {
             Ok(body) => body,
@@ -336,7 +341,11 @@ impl Config {
                 return Found::Bypass;
             }
         }
-        let key = match self.source.find(parts, &body) {
+        self.with_scope(parts, self.source.find(parts, &body))
+    }
+
+    fn with_scope(&self, parts: &request::Parts, found: Result<String, NoKey>) -> Found {
+        let key = match found {
             Ok(key) => key,
             Err(NoKey::Missing(fault)) => return Found::Missing(fault.to_string()),
             Err(NoKey::Invalid(fault)) => {
@@ -347,7 +356,7 @@ impl Config {
             Found::Refused(Refusal::InvalidKey(format!("{what} {error}")))
         };
         match self.scope.of(parts) {
-            Err(error) => invalid("its scope", error),
+            Err(error) => invalid(self.scope.described(), error),
             Ok(scope) => match EventKey::new(scope, key) {
                 Err(error) => invalid("the key", error),
                 Ok(key) => Found::Key(key),
@@ -369,6 +378,13 @@ impl ScopeSource {
             Self::Path => Scope::new(whole_path(parts)),
             Self::Fixed(scope) => scope.clone(),
             Self::With(scope) => Scope::new(scope(parts)),
+        }
+    }
+
+    fn described(&self) -> &'static str {
+        match self {
+            Self::Path => "the path, which is the scope where the layer is given none,",
+            Self::Fixed(_) | Self::With(_) => "the scope",
         }
     }
 }

@@ -34,7 +34,8 @@ pub enum InProgress {
     /// it succeeded; if it failed, this delivery runs. If it has not ended, 503 as above.
     ///
     /// Keep it well inside the sender's own deadline (Shopify waits 5 s, Slack 3 s). No connection
-    /// to the database is held while waiting.
+    /// to the database is held while waiting, but a place in a limit of the inner service is: put
+    /// such a limit outside of the layer.
     Wait(Duration),
 }
 

@@ -1,6 +1,7 @@
 //! Reading request bodies: whole, within a limit and a time; or away, before an answer.
 
 use std::{
+    error::Error,
     pin::{Pin, pin},
     time::Duration,
 };
@@ -8,7 +9,7 @@ use std::{
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, header, request::Parts};
 use http_body::{Body, Frame};
-use http_body_util::BodyExt;
+use http_body_util::{BodyExt, LengthLimitError};
 use tokio::time::timeout;
 
 use super::answer::Refusal;
@@ -23,12 +24,16 @@ pub(super) struct Whole {
 ///
 /// Of a longer one, up to as much again is read away, so that its sender sees the answer and not a
 /// reset.
-pub(super) async fn whole<B: Body<Data = Bytes>>(
+pub(super) async fn whole<B>(
     parts: &Parts,
     body: B,
     limit: usize,
     patience: Duration,
-) -> Result<Whole, Refusal> {
+) -> Result<Whole, Refusal>
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
+{
     if body.size_hint().lower() > limit as u64 && waits_for_continue(parts) {
         return Err(Refusal::BodyTooLarge { limit });
     }
@@ -55,12 +60,11 @@ pub(super) async fn whole<B: Body<Data = Bytes>>(
 ///
 /// Servers close a connection whose request was not read, and its sender may see a reset instead of
 /// the answer. A sender that waits for `100 Continue` has sent nothing yet and is answered at once.
-pub(super) async fn drain<B: Body<Data = Bytes>>(
-    parts: &Parts,
-    body: Option<B>,
-    limit: usize,
-    patience: Duration,
-) {
+pub(super) async fn drain<B>(parts: &Parts, body: Option<B>, limit: usize, patience: Duration)
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
+{
     let Some(body) = body else { return };
     if body.is_end_stream() || waits_for_continue(parts) {
         return;
@@ -69,7 +73,11 @@ pub(super) async fn drain<B: Body<Data = Bytes>>(
     let _ = timeout(patience, away(pin!(body), limit)).await;
 }
 
-async fn away<B: Body<Data = Bytes>>(mut body: Pin<&mut B>, limit: usize) {
+async fn away<B>(mut body: Pin<&mut B>, limit: usize)
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
+{
     let mut read = 0_usize;
     while let Some(Ok(frame)) = next_frame(body.as_mut()).await {
         read = read.saturating_add(frame.data_ref().map_or(0, Bytes::len));
@@ -79,9 +87,25 @@ async fn away<B: Body<Data = Bytes>>(mut body: Pin<&mut B>, limit: usize) {
     }
 }
 
-/// The next frame, without the body's own error, which need not be `Send`.
-async fn next_frame<B: Body>(mut body: Pin<&mut B>) -> Option<Result<Frame<B::Data>, Refusal>> {
-    body.frame().await.map(|frame| frame.map_err(|_| Refusal::BodyUnreadable))
+/// The next frame, or what its failure means.
+async fn next_frame<B>(mut body: Pin<&mut B>) -> Option<Result<Frame<B::Data>, Refusal>>
+where
+    B: Body,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
+{
+    body.frame().await.map(|frame| frame.map_err(|error| why_unreadable(error.into())))
+}
+
+/// An outer layer may have a limit of its own, which the body reports when it is met.
+fn why_unreadable(error: Box<dyn Error + Send + Sync>) -> Refusal {
+    let mut cause: Option<&(dyn Error + 'static)> = Some(&*error);
+    while let Some(error) = cause {
+        if error.is::<LengthLimitError>() {
+            return Refusal::OuterBodyLimit;
+        }
+        cause = error.source();
+    }
+    Refusal::BodyUnreadable
 }
 
 fn waits_for_continue(parts: &Parts) -> bool {

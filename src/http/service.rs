@@ -9,7 +9,10 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode, header::UPGRADE};
+use http::{
+    HeaderName, Method, Request, Response, StatusCode, Version,
+    header::{CONNECTION, UPGRADE},
+};
 use http_body::Body;
 use tokio::time::{Instant, sleep};
 use tower_service::Service;
@@ -58,6 +61,7 @@ where
     S::Future: Send + 'static,
     S::Error: Send + 'static,
     B: Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
     R: Send + 'static,
 {
     type Response = Response<DedupeBody<R>>;
@@ -81,14 +85,27 @@ where
 }
 
 /// Safe methods, tunnels and upgrades pass through untouched.
+fn carries_no_event<B>(request: &Request<B>) -> bool {
+    matches!(
+        *request.method(),
+        Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::CONNECT
+    ) || asks_for_an_upgrade(request)
+}
+
+/// Whether the connection may become something else. Anybody can send the header `Upgrade`; it says
+/// something only in HTTP/1.1 and if `Connection` names it (RFC 9110, section 7.8).
 ///
 /// An offer of h2c is no upgrade: Java's HTTP client makes it with every request, and servers
 /// that do not take it up answer as if it were not there.
-fn carries_no_event<B>(request: &Request<B>) -> bool {
-    let upgrades = |value: &http::HeaderValue| !value.as_bytes().eq_ignore_ascii_case(b"h2c");
-    request.method().is_safe()
-        || request.method() == Method::CONNECT
-        || request.headers().get_all(UPGRADE).iter().any(upgrades)
+fn asks_for_an_upgrade<B>(request: &Request<B>) -> bool {
+    let listed = |name: HeaderName| {
+        let values = request.headers().get_all(name).iter();
+        let values = values.flat_map(|value| value.as_bytes().split(|byte| *byte == b','));
+        values.map(|one| one.trim_ascii()).filter(|one| !one.is_empty())
+    };
+    request.version() == Version::HTTP_11
+        && listed(CONNECTION).any(|option| option.eq_ignore_ascii_case(b"upgrade"))
+        && listed(UPGRADE).any(|protocol| !protocol.eq_ignore_ascii_case(b"h2c"))
 }
 
 async fn deduplicate<S, B, R>(
@@ -101,32 +118,40 @@ where
     S::Future: Send + 'static,
     S::Error: Send + 'static,
     B: Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
     R: Send + 'static,
 {
     let config = &ready.config;
     let (parts, body) = request.into_parts();
 
     // The body first, so that nobody who sends slowly holds a claim.
-    let (body, data) = if config.needs_body() {
-        match read::whole(&parts, body, config.max_body, config.body_timeout).await {
-            Ok(whole) => (DedupeBody::held(whole.data.clone(), whole.trailers), whole.data),
+    let (found, body) = match config.find_in_head(&parts) {
+        Some(found) => (found, DedupeBody::inner(body)),
+        None => match read::whole(&parts, body, config.max_body, config.body_timeout).await {
+            Ok(whole) => {
+                let found = config.find(&parts, &whole.data);
+                (found, DedupeBody::held(whole.data, whole.trailers))
+            }
             Err(refusal) => return Ok(refusal.response()),
-        }
-    } else {
-        (DedupeBody::inner(body), Bytes::new())
+        },
     };
-    let found = config.find(&parts, &data);
-    drop(data);
 
     let request = Request::from_parts(parts, body);
     let call = Call { inner, request, success: config.success.clone() };
     match found {
+        Found::Key(key) if call.is_claimed_outside(&key) => {
+            tracing::warn!(
+                event_key = %ready.dedupe.shown(&key),
+                "two layers of the same scope are stacked: the inner one stands aside",
+            );
+            call.without_dedupe().await
+        }
         Found::Key(key) => claim_and_call(&ready, key, call).await,
         Found::Bypass => Ok(call.without_dedupe().await?),
         Found::Missing(fault) if config.missing_key == MissingKey::PassThrough => {
             tracing::warn!(
                 source = %config.source,
-                path = call.request.uri().path(),
+                path = if ready.dedupe.redacts_keys() { "" } else { call.request.uri().path() },
                 %fault,
                 "no event key: the handler runs without deduplication; if this is not a handshake, \
                  check the key source",
@@ -154,6 +179,7 @@ where
     S::Future: Send + 'static,
     S::Error: Send + 'static,
     B: Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
     R: Send + 'static,
 {
     let Ready { dedupe, config } = ready;
@@ -244,6 +270,7 @@ impl<S, B, R> Call<S, B>
 where
     S: Service<Request<DedupeBody<B>>, Response = Response<R>>,
     B: Body<Data = Bytes>,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
 {
     /// Calls the inner service as if there were no layer.
     async fn without_dedupe(mut self) -> Result<Response<DedupeBody<R>>, S::Error> {
@@ -255,9 +282,17 @@ where
         refusal.response()
     }
 
-    /// Reads away what the sender is still sending.
+    /// Whether an outer layer has claimed this very event for this request.
+    fn is_claimed_outside(&self, key: &EventKey) -> bool {
+        let outside = self.request.extensions().get::<ClaimInfo>();
+        outside.is_some_and(|info| info.event_key() == key)
+    }
+
+    /// Reads away what the sender is still sending. Its place in an inner limit is free by then.
     async fn drain(self, config: &Config) {
-        let (parts, body) = self.request.into_parts();
+        let Self { inner, request, .. } = self;
+        drop(inner);
+        let (parts, body) = request.into_parts();
         read::drain(&parts, body.into_unread(), config.max_body, config.body_timeout).await;
     }
 }

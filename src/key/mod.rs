@@ -297,6 +297,20 @@ impl KeySource {
         found.and_then(checked).map_err(|problem| NoKey::new(self, problem))
     }
 
+    /// Finds the key if the head alone tells it, or tells that there is none; `None` if the body has
+    /// a say.
+    pub(crate) fn find_in_head(&self, parts: &Parts) -> Option<Result<String, NoKey>> {
+        if let Node::Any(sources) = &*self.0 {
+            for source in sources {
+                match source.find_in_head(parts)? {
+                    Err(NoKey::Missing(_)) => {}
+                    found_or_invalid => return Some(found_or_invalid),
+                }
+            }
+        }
+        if self.needs_body() { None } else { Some(self.find(parts, &[])) }
+    }
+
     fn of(node: Node) -> Self {
         Self(Arc::new(node))
     }

@@ -83,6 +83,23 @@ async fn on_one_method_router_the_others_are_left_alone() {
 }
 
 #[tokio::test]
+async fn a_layer_stacked_on_itself_handles_each_event_once() {
+    let runs = Arc::new(AtomicUsize::new(0));
+    let layer = layer();
+    let app = Router::new()
+        .route("/hook", post(count).layer(layer.clone()))
+        .layer(layer)
+        .with_state(runs.clone());
+    for status in [None, Some("duplicate")] {
+        let response = app.clone().oneshot(request("/hook", "1")).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+        let marked = response.headers().get("dedupe-status");
+        assert_eq!(marked.map(|value| value.to_str().unwrap()), status);
+    }
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
 async fn the_extractor_says_what_is_missing() {
     async fn needs(info: ClaimInfo) -> String {
         info.key().to_owned()

@@ -580,6 +580,128 @@ async fn a_body_that_breaks_off_is_400_and_nothing_is_claimed() {
     assert_eq!(store.calls(Call::Claim), 0);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_header_that_says_upgrade_and_means_nothing_does_not_switch_deduplication_off() {
+    let none: &[&str] = &[];
+    let cases: [(&str, &[&str], http::Version); 7] = [
+        ("websocket", none, http::Version::HTTP_11),
+        ("websocket", &["keep-alive"], http::Version::HTTP_11),
+        ("", &["upgrade"], http::Version::HTTP_11),
+        ("h2c", &["Upgrade, HTTP2-Settings"], http::Version::HTTP_11),
+        (" H2C ,", &["upgrade"], http::Version::HTTP_11),
+        ("websocket", &["upgrade"], http::Version::HTTP_10),
+        ("websocket", &["upgrade"], http::Version::HTTP_2),
+    ];
+    for (upgrade, connection, version) in cases {
+        let (store, handler) = (Scripted::new(), Handler::default());
+        for status in [None, Some("duplicate")] {
+            let mut request = post_with("x-id", "a");
+            *request.version_mut() = version;
+            request.headers_mut().insert(header::UPGRADE, upgrade.parse().unwrap());
+            for option in connection {
+                request.headers_mut().append(header::CONNECTION, option.parse().unwrap());
+            }
+            let answer = handler.send(&by_header(&store), request).await;
+            assert_eq!(answer.header("dedupe-status"), status, "{upgrade} {connection:?}");
+        }
+        assert_eq!(handler.runs(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_an_outer_layer_limits_is_413() {
+    let store = Scripted::new();
+    type Limited = http_body_util::Limited<Full<Bytes>>;
+    let service = by_id(&store).layer(service_fn(|_: Request<DedupeBody<Limited>>| async {
+        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("the handler was called")))
+    }));
+    let body = http_body_util::Limited::new(Full::from(vec![b' '; 200]), 100);
+    let response = service.oneshot(Request::post("/").body(body).unwrap()).await.unwrap();
+    assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
+    assert_eq!(response.headers()["dedupe-status"], "body-too-large");
+    assert_eq!(store.calls(Call::Claim), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_has_no_say_is_not_looked_at() {
+    // The header has the key, and the body, which would have it otherwise, is of no use.
+    let either = |store: &Scripted| {
+        DedupeLayer::new(store.clone(), "header:x-id | json:$.id".parse().unwrap()).max_body(10)
+    };
+    let (store, handler) = (Scripted::new(), Handler::default());
+    for body in ["a body that is longer than the limit", "short"] {
+        let mut request = post_with("x-id", body);
+        request.headers_mut().insert(header::CONTENT_ENCODING, "compress".parse().unwrap());
+        *request.body_mut() = Full::from(body);
+        let answer = handler.send(&either(&store), request).await;
+        assert_eq!(answer.status, StatusCode::OK);
+        assert_eq!(handler.last().info.unwrap().key(), body);
+    }
+    let answer =
+        handler.send(&either(&store), post(r#"{"id": 1, "more": "than ten bytes"}"#)).await;
+    answer.problem(StatusCode::PAYLOAD_TOO_LARGE, "body-too-large");
+    let answer = handler.send(&either(&store), post(r#"{"id": 7}"#)).await;
+    assert_eq!((answer.status, handler.last().info.unwrap().key()), (StatusCode::OK, "7"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_duplicate_that_is_slow_to_send_does_not_keep_a_place_in_an_inner_limit() {
+    type Answered = Result<Response<Full<Bytes>>, Infallible>;
+    let store = Scripted::new();
+    let service = tower::ServiceBuilder::new()
+        .layer(by_header(&store))
+        .layer(tower::limit::ConcurrencyLimitLayer::new(1))
+        .service(service_fn(|_: Request<DedupeBody<Endless>>| async {
+            Answered::Ok(Response::default())
+        }));
+    let deliver = |id: &str| {
+        let pause = Some((Duration::from_secs(1), None));
+        let body = Endless { polled: Arc::default(), pause };
+        let request = Request::post("/").header("x-id", id).body(body).unwrap();
+        tokio::spawn(service.clone().oneshot(request))
+    };
+    deliver("1").await.unwrap().unwrap();
+    let duplicate = deliver("1");
+    store.has_been_called(Call::Claim, 2).await;
+    let began = Instant::now();
+    deliver("2").await.unwrap().unwrap();
+    assert_eq!(began.elapsed(), Duration::ZERO);
+    assert!(!duplicate.is_finished(), "it was answered before it was read away");
+    let answer = duplicate.await.unwrap().unwrap();
+    assert_eq!(answer.headers()["dedupe-status"], "duplicate");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_switch_of_protocols_is_no_success_whoever_says_so() {
+    let (store, handler) = (Scripted::new(), Handler::default());
+    let layer = by_id(&store).success(|_| true);
+    handler.answer(StatusCode::SWITCHING_PROTOCOLS);
+    for run in 1..=2 {
+        handler.send(&layer, post(r#"{"id":1}"#)).await;
+        assert_eq!(handler.runs(), run);
+    }
+    handler.answer(StatusCode::NOT_FOUND);
+    for status in [None, Some("duplicate")] {
+        let answer = handler.send(&layer, post(r#"{"id":1}"#)).await;
+        assert_eq!(
+            (answer.status, answer.header("dedupe-status")),
+            (StatusCode::NOT_FOUND, status)
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_too_long_for_a_scope_is_told_so() {
+    let (store, handler) = (Scripted::new(), Handler::default());
+    let mut request = post_with("x-id", "1");
+    *request.uri_mut() = format!("/{}", "x".repeat(255)).parse().unwrap();
+    let detail = handler
+        .send(&by_header(&store), request)
+        .await
+        .problem(StatusCode::BAD_REQUEST, "invalid-key");
+    assert!(detail.contains("the path, which is the scope where the layer is given none"));
+}
+
 fn encoded(coding: &str, data: &[u8]) -> Vec<u8> {
     let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
     let mut zlib = flate2::write::ZlibEncoder::new(Vec::new(), flate2::Compression::best());
@@ -609,10 +731,16 @@ async fn a_compressed_body_is_looked_into_and_handed_on_as_it_was_sent() {
     let plain = br#"{"id":"evt_1"}"#;
     // An uncompressed meta-block, written by hand from RFC 7932: window bits, then
     // ISLAST 0, MNIBBLES 0, MLEN - 1, ISUNCOMPRESSED 1, the bytes, then ISLAST 1, ISEMPTY 1.
+    // A zstd frame with one raw block, by hand from RFC 8878, between two that are to be skipped.
+    let skipped = [0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3];
+    let zstd = zstd_of_a_window(0x68, plain);
+    let mut padded = encoded("gzip", br#"{"id":"#);
+    padded.extend(encoded("gzip", br#""evt_1"}"#));
+    padded.extend([0; 100]);
     let mut brotli = vec![(plain.len() as u8 - 1) << 4, 0x00, 0b0001_0000];
     brotli.extend(plain);
     brotli.push(0b11);
-    let bodies: [(&str, Vec<u8>); 9] = [
+    let bodies: [(&str, Vec<u8>); 11] = [
         ("gzip", encoded("gzip", plain)),
         ("x-gzip", encoded("gzip", plain)),
         ("GZIP", encoded("gzip", plain)),
@@ -620,6 +748,8 @@ async fn a_compressed_body_is_looked_into_and_handed_on_as_it_was_sent() {
         ("deflate", encoded("raw deflate", plain)),
         ("zstd", encoded("zstd", plain)),
         ("br", brotli),
+        ("zstd", [&skipped[..], &zstd, &skipped].concat()),
+        ("gzip", padded),
         ("identity", plain.to_vec()),
         ("zstd, identity, gzip", encoded("gzip", &encoded("zstd", plain))),
     ];
@@ -636,6 +766,42 @@ async fn a_compressed_body_is_looked_into_and_handed_on_as_it_was_sent() {
         let seen = handler.last();
         assert_eq!((seen.info.unwrap().key(), &seen.body[..]), ("evt_1", &body[..]));
         assert_eq!(seen.headers[header::CONTENT_ENCODING], coding);
+    }
+}
+
+/// A zstd frame that asks for this window (exponent and mantissa) and has one raw block.
+fn zstd_of_a_window(window: u8, plain: &[u8]) -> Vec<u8> {
+    let block = (plain.len() as u32) << 3 | 1;
+    let mut frame = vec![0x28, 0xb5, 0x2f, 0xfd, 0x00, window];
+    frame.extend(&block.to_le_bytes()[..3]);
+    frame.extend(plain);
+    frame
+}
+
+/// The "large window" form of brotli: `0x11`, 6 bits of the window's size, then an uncompressed
+/// meta-block as above.
+fn brotli_of_a_large_window(bits: u8, plain: &[u8]) -> Vec<u8> {
+    let mut body = vec![0x11, bits, (plain.len() as u8 - 1) << 1, 0x00, 0b10];
+    body.extend(plain);
+    body.push(0b11);
+    body
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_window_larger_than_content_codings_may_have_is_refused() {
+    let plain = br#"{"id":"evt_1"}"#;
+    for (coding, body) in [
+        ("br", brotli_of_a_large_window(24, plain)),
+        ("br", brotli_of_a_large_window(30, plain)),
+        ("zstd", zstd_of_a_window(0x69, plain)),
+        ("zstd", zstd_of_a_window(0x84, plain)),
+    ] {
+        let (store, handler) = (Scripted::new(), Handler::default());
+        let mut request = post(body);
+        request.headers_mut().insert(header::CONTENT_ENCODING, coding.parse().unwrap());
+        let answer = handler.send(&by_id(&store), request).await;
+        answer.problem(StatusCode::BAD_REQUEST, "invalid-key");
+        assert_eq!((handler.runs(), store.calls(Call::Claim)), (0, 0), "{coding}");
     }
 }
 
@@ -680,9 +846,13 @@ async fn what_carries_no_event_passes_through_untouched() {
         *request.method_mut() = method;
         requests.push(request);
     }
-    let mut upgrade = post_with("x-id", "a");
-    upgrade.headers_mut().insert(header::UPGRADE, "websocket".parse().unwrap());
-    requests.push(upgrade);
+    for protocols in ["websocket", "h2c, TLS/1.2"] {
+        let mut upgrade = post_with("x-id", "a");
+        upgrade.headers_mut().insert(header::UPGRADE, protocols.parse().unwrap());
+        let connection = "keep-alive, Upgrade".parse().unwrap();
+        upgrade.headers_mut().insert(header::CONNECTION, connection);
+        requests.push(upgrade);
+    }
     for request in requests {
         let runs = handler.runs();
         let answer = handler.send(&layer, request).await;
@@ -850,17 +1020,17 @@ impl Body for Endless {
     }
 }
 
-/// A body whose connection breaks, with an error that is not even `Send`.
+/// A body whose connection breaks.
 struct Broken;
 
 impl Body for Broken {
     type Data = Bytes;
-    type Error = std::rc::Rc<()>;
+    type Error = std::io::Error;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        Poll::Ready(Some(Err(std::rc::Rc::new(()))))
+        Poll::Ready(Some(Err(std::io::ErrorKind::ConnectionReset.into())))
     }
 }

@@ -13,6 +13,7 @@ mod deduplicator;
 mod hosts;
 mod lanes;
 mod layer;
+mod logs;
 mod migrate;
 mod naive;
 mod outage;

@@ -419,6 +419,19 @@ async fn a_url_that_cannot_be_used_is_refused_with_the_reason_and_without_its_pa
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_error_of_the_server_does_not_quote_the_row() {
+    let db = postgres::schema().await;
+    let store = db.store().await;
+    let check = "ALTER TABLE processed_events ADD CHECK (event_key NOT LIKE 'secret%')";
+    db.client().await.batch_execute(check).await.unwrap();
+    let error = store.claim(&claim("secret-alice@example.com")).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Other);
+    let (told, shown) = (whole(&error), format!("{error:?}"));
+    assert!(told.contains("violates check constraint"), "{told}");
+    assert!(!told.contains("alice") && !shown.contains("alice"), "{told} {shown}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn two_replicas_that_purge_at_once_delete_each_row_once() {
     let db = postgres::schema().await;
     let store = db.store().await;

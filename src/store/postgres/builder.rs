@@ -3,14 +3,13 @@
 use std::{sync::Arc, time::Duration};
 
 use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod};
-use tokio::time::Instant;
 
 use super::{
     PgStore, Shared,
     connect::Target,
     lanes::Lanes,
     schema::{DEFAULT_NAME, Table},
-    session::{Session, Trouble},
+    session::Session,
     statements::Statements,
 };
 use crate::{
@@ -118,19 +117,11 @@ impl PgStoreBuilder {
     /// As [`PgStore::connect`].
     pub async fn connect(self, url: &str) -> Result<PgStore, StoreError> {
         let store = self.connect_lazy(url)?;
-        let deadline = Instant::now() + store.shared.timeout;
-        match store.shared.session.connection(deadline).await {
-            Ok(lent) => lent.give_back(),
-            Err(Trouble::NotSent(cause) | Trouble::NoAnswer(cause)) => {
-                return Err(StoreError::new(StoreErrorKind::Unavailable, "connect to Postgres")
-                    .with_source(cause));
-            }
-            Err(Trouble::Answered(meaning, error)) => {
-                return Err(
-                    StoreError::new(meaning.kind(), "connect to Postgres").with_source(error)
-                );
-            }
-        }
+        let connecting = store.shared.session.connection(store.shared.deadline()).await;
+        let lent = connecting.map_err(|cause| {
+            StoreError::new(StoreErrorKind::Unavailable, "connect to Postgres").with_source(cause)
+        })?;
+        lent.give_back();
         Ok(store)
     }
 

@@ -24,7 +24,7 @@ pub use self::builder::PgStoreBuilder;
 use self::{
     lanes::Lanes,
     schema::{ADOPTED, Table},
-    session::{Session, Trouble},
+    session::{Cause, Session},
     statements::{Bounds, Statements},
 };
 use super::{ClaimStore, Completion, Record, StoreError, StoreErrorKind, StoreFuture, StoreId};
@@ -132,13 +132,9 @@ impl PgStore {
         let deadline = Instant::now() + MIGRATION_TIMEOUT;
         let failed = |kind| StoreError::new(kind, ATTEMPTED);
 
-        let connecting = session.connection(Instant::now() + self.shared.timeout).await;
-        let lent = connecting.map_err(|trouble| match trouble {
-            Trouble::NotSent(cause) | Trouble::NoAnswer(cause) => {
-                failed(StoreErrorKind::Unavailable).with_source(cause)
-            }
-            Trouble::Answered(meaning, error) => failed(meaning.kind()).with_source(error),
-        })?;
+        let connecting = session.connection(self.shared.deadline()).await;
+        let lent =
+            connecting.map_err(|cause| failed(StoreErrorKind::Unavailable).with_source(cause))?;
         let migrating = async {
             let client = lent.client();
             let adopts = client.query_typed_one(&schema::would_adopt(table), &[]).await?;
@@ -168,7 +164,7 @@ impl PgStore {
                     error::Meaning::Refused(StoreErrorKind::Other) => StoreErrorKind::Schema,
                     meaning => meaning.kind(),
                 };
-                return Err(failed(kind).with_source(error));
+                return Err(failed(kind).with_source(Cause::told_by(&error)));
             }
         };
         lent.give_back();

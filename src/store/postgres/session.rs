@@ -1,6 +1,6 @@
 //! One operation on one connection: bounded, in one round trip, and asked again where that is safe.
 
-use std::{error::Error, fmt, time::Duration};
+use std::{error::Error, fmt, iter, time::Duration};
 
 use deadpool_postgres::{ClientWrapper, Object, Pool, PoolError};
 use tokio::{
@@ -112,17 +112,18 @@ impl Session {
                 continue;
             }
             if meaning == Meaning::Locked && !unknown {
-                let error = StoreError::new(meaning.kind(), ask.attempted).with_source(error);
+                let cause = Cause::told_by(&error);
+                let error = StoreError::new(meaning.kind(), ask.attempted).with_source(cause);
                 return Err(Failure::Locked(error));
             }
             let kind = if unknown { StoreErrorKind::Unknown } else { meaning.kind() };
-            return Err(failed(kind, Cause::Driver(error)));
+            return Err(failed(kind, Cause::told_by(&error)));
         }
     }
 
     /// One try. The connection goes back to the pool only if nothing on it is left open.
     async fn once(&self, ask: &Ask<'_>, deadline: Instant) -> Result<Vec<Row>, Trouble> {
-        let lent = self.connection(deadline).await?;
+        let lent = self.connection(deadline).await.map_err(Trouble::NotSent)?;
         let exchange = exchange(lent.client(), ask, self.named);
         let Ok((begun, rows, committed)) = timeout_at(deadline, exchange).await else {
             // The other idle connections lead to the same silence.
@@ -148,18 +149,15 @@ impl Session {
         Err(Trouble::Answered(meaning, error))
     }
 
-    pub(super) async fn connection(&self, deadline: Instant) -> Result<Lent, Trouble> {
+    /// A connection, or which wait for it was in vain.
+    pub(super) async fn connection(&self, deadline: Instant) -> Result<Lent, Cause> {
         match timeout_at(deadline, self.pool.get()).await {
             Ok(Ok(connection)) => Ok(Lent(Some(connection))),
-            Ok(Err(error)) => Err(Trouble::NotSent(Cause::Pool(error))),
+            Ok(Err(error)) => Err(Cause::of_pool(&error)),
             Err(_) => {
                 let pool = self.pool.status();
                 let full = pool.available == 0 && pool.size >= pool.max_size;
-                Err(Trouble::NotSent(if full {
-                    Cause::PoolBusy(pool.max_size)
-                } else {
-                    Cause::NoConnection
-                }))
+                Err(if full { Cause::PoolBusy(pool.max_size) } else { Cause::NoConnection })
             }
         }
     }
@@ -203,7 +201,7 @@ async fn exchange(
 }
 
 /// What stood in the way of one try.
-pub(super) enum Trouble {
+enum Trouble {
     /// There was no connection: nothing was sent.
     NotSent(Cause),
     /// There was no answer in time.
@@ -219,8 +217,38 @@ pub(super) enum Cause {
     PoolBusy(usize),
     NoConnection,
     Silence,
-    Pool(PoolError),
-    Driver(tokio_postgres::Error),
+    Pool(String),
+    /// What the driver or the server said.
+    Told(String),
+}
+
+impl Cause {
+    /// What an error of the driver says, without the server's DETAIL: that quotes whole rows.
+    pub(super) fn told_by(error: &tokio_postgres::Error) -> Self {
+        Self::Told(match error.as_db_error() {
+            Some(refusal) => {
+                let hint = refusal.hint().map(|hint| format!("; hint: {hint}"));
+                format!(
+                    "{}: {} (SQLSTATE {}){}",
+                    refusal.severity(),
+                    refusal.message(),
+                    refusal.code().code(),
+                    hint.unwrap_or_default(),
+                )
+            }
+            None => {
+                let causes = iter::successors(error.source(), |error| (*error).source());
+                causes.fold(error.to_string(), |told, cause| format!("{told}: {cause}"))
+            }
+        })
+    }
+
+    fn of_pool(error: &PoolError) -> Self {
+        match error {
+            PoolError::Backend(error) => Self::told_by(error),
+            other => Self::Pool(other.to_string()),
+        }
+    }
 }
 
 impl fmt::Display for Cause {
@@ -232,21 +260,12 @@ impl fmt::Display for Cause {
             }
             Self::NoConnection => f.write_str("there was no connection to the server in time"),
             Self::Silence => f.write_str("the server did not answer the statement in time"),
-            Self::Pool(PoolError::Backend(error)) | Self::Driver(error) => error.fmt(f),
-            Self::Pool(error) => error.fmt(f),
+            Self::Pool(said) | Self::Told(said) => f.write_str(said),
         }
     }
 }
 
-impl Error for Cause {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Pool(PoolError::Backend(error)) | Self::Driver(error) => error.source(),
-            Self::Pool(error) => error.source(),
-            Self::QueueFull(_) | Self::PoolBusy(_) | Self::NoConnection | Self::Silence => None,
-        }
-    }
-}
+impl Error for Cause {}
 
 /// A connection of the pool. Dropped, it is closed: what was under way on it is not known, and the
 /// next borrower must not meet it. The server then rolls back what is not committed.
