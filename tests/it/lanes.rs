@@ -8,27 +8,16 @@ use tokio::{
     time::{Instant, timeout},
 };
 use tower_dedupe::{
-    ClaimStore, EventKey, PgStore, Scope, StoreError,
+    ClaimStore, EventKey, PgStore, StoreError,
     claim::{Claim, ClaimOutcome, Held, State},
     store::{Completion, StoreErrorKind},
 };
 
 use crate::support::{
+    claims::{claim, done, event},
     cut::{Moment, Proxy, Traffic},
     postgres::{self, Schema},
 };
-
-fn event(key: &str) -> EventKey {
-    EventKey::new(Scope::new("s").unwrap(), key).unwrap()
-}
-
-fn claim(key: &str) -> Claim {
-    Claim::new(event(key), Duration::from_secs(60), Duration::from_secs(60))
-}
-
-fn done() -> Completion {
-    Completion::new(Some(200), Duration::from_secs(60))
-}
 
 /// A store with one connection, so that whatever comes second waits.
 async fn narrow(db: &Schema) -> PgStore {

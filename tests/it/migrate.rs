@@ -1,6 +1,6 @@
 //! Making the table, and adopting one that was there.
 
-use std::{error::Error, time::Duration};
+use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tower_dedupe::{
@@ -9,7 +9,10 @@ use tower_dedupe::{
     store::StoreErrorKind,
 };
 
-use crate::support::postgres::{self, Schema};
+use crate::support::{
+    claims::whole,
+    postgres::{self, Schema},
+};
 
 fn event(scope: &str, key: &str) -> EventKey {
     EventKey::new(Scope::new(scope).unwrap(), key).unwrap()
@@ -17,17 +20,6 @@ fn event(scope: &str, key: &str) -> EventKey {
 
 fn claim(key: EventKey) -> Claim {
     Claim::new(key, Duration::from_secs(60), Duration::from_secs(60))
-}
-
-/// All that an error says, down its chain of sources.
-fn whole(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text = format!("{text}: {error}");
-        source = error.source();
-    }
-    text
 }
 
 #[tokio::test(flavor = "multi_thread")]

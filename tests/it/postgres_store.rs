@@ -3,7 +3,6 @@
 
 use std::{
     collections::BTreeSet,
-    error::Error,
     future::{Future, poll_fn},
     pin::pin,
     slice::from_ref,
@@ -15,39 +14,15 @@ use deadpool_postgres::{Manager, Pool};
 use tokio::{net::TcpListener, task::JoinSet, time::Instant};
 use tokio_postgres::NoTls;
 use tower_dedupe::{
-    ClaimStore, EventKey, PgStore, Scope,
-    claim::{Claim, ClaimOutcome, Held},
-    store::{Completion, StoreErrorKind},
+    ClaimStore, PgStore,
+    claim::{ClaimOutcome, Held},
+    store::StoreErrorKind,
 };
 
-use crate::support::postgres::{self, Schema};
-
-fn event(key: &str) -> EventKey {
-    EventKey::new(Scope::new("s").unwrap(), key).unwrap()
-}
-
-fn claim(key: &str) -> Claim {
-    Claim::new(event(key), Duration::from_secs(60), Duration::from_secs(60))
-}
-
-fn done() -> Completion {
-    Completion::new(Some(200), Duration::from_secs(60))
-}
-
-fn in_progress(outcome: &ClaimOutcome) -> bool {
-    matches!(outcome, ClaimOutcome::InProgress { .. })
-}
-
-/// All that an error says, down its chain of sources.
-fn whole(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text = format!("{text}: {error}");
-        source = error.source();
-    }
-    text
-}
+use crate::support::{
+    claims::{claim, done, event, in_progress, whole},
+    postgres::{self, Schema},
+};
 
 /// A pool of the application's own, and a store on it.
 async fn on_own_pool(db: &Schema, size: usize) -> (Pool, PgStore) {

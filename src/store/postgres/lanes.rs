@@ -23,7 +23,7 @@ use tokio::{
 
 use super::{
     Shared,
-    operations::{Complete, Fail, Look},
+    operations::{End, Look},
     session::{Cause, Failure},
 };
 use crate::{
@@ -35,8 +35,7 @@ use crate::{
 #[derive(Debug, Default)]
 pub(super) struct Lanes {
     pub(super) looks: Lane<Look>,
-    pub(super) completions: Lane<Complete>,
-    pub(super) failures: Lane<Fail>,
+    pub(super) ends: Lane<End>,
 }
 
 /// An operation that can be carried out alone or together with others of its kind.

@@ -84,7 +84,7 @@ impl Shared {
         token: ClaimToken,
         completion: Completion,
     ) -> Result<Held, StoreError> {
-        let end = Complete(Ended { key: key.clone(), token, completion });
+        let end = End { key: key.clone(), token, state: State::Done, completion };
         let found = lanes::ask(self, end, self.deadline()).await?;
         Ok(if found { Held::Yes } else { Held::Lost })
     }
@@ -96,7 +96,7 @@ impl Shared {
         retention: Duration,
     ) -> Result<bool, StoreError> {
         let completion = Completion::new(None, retention);
-        let end = Fail(Ended { key: key.clone(), token, completion });
+        let end = End { key: key.clone(), token, state: State::Failed, completion };
         Ok(lanes::ask(self, end, self.deadline()).await?)
     }
 
@@ -272,48 +272,46 @@ impl Operation for Look {
     }
 }
 
-/// How a claim ends.
+/// A claim's end: marks it done, or frees it; says whether it was there.
 #[derive(Clone, Debug)]
-struct Ended {
+pub(super) struct End {
     key: EventKey,
     token: ClaimToken,
+    state: State,
     completion: Completion,
 }
 
-impl Ended {
+impl End {
     fn status(&self) -> Option<i16> {
         self.completion.status.and_then(|status| i16::try_from(status).ok())
     }
 }
 
-/// Marks a claim done; says whether it was there.
-#[derive(Clone, Debug)]
-pub(super) struct Complete(Ended);
-
-impl Operation for Complete {
+impl Operation for End {
     type Answer = bool;
 
-    const ATTEMPTED: &'static str = "mark the key done";
+    const ATTEMPTED: &'static str = "mark the key done or free it";
 
     fn lane(shared: &Shared) -> &Lane<Self> {
-        &shared.lanes.completions
+        &shared.lanes.ends
     }
 
     fn key(&self) -> &EventKey {
-        &self.0.key
+        &self.key
     }
 
     async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<bool, Failure> {
         let ask = Ask {
             attempted: Self::ATTEMPTED,
-            sql: &shared.statements.complete,
+            sql: &shared.statements.end,
             bounds: Bounds { durable: true, ..shared.bounds() },
             params: &[
-                (&self.0.key.scope().as_str(), Type::TEXT),
-                (&self.0.key.as_str(), Type::TEXT),
-                (&&self.0.token.as_bytes()[..], Type::BYTEA),
-                (&self.0.status(), Type::INT2),
-                (&millis(self.0.completion.retention), Type::INT8),
+                (&self.key.scope().as_str(), Type::TEXT),
+                (&self.key.as_str(), Type::TEXT),
+                (&&self.token.as_bytes()[..], Type::BYTEA),
+                (&self.state.as_str(), Type::TEXT),
+                (&self.status(), Type::INT2),
+                (&millis(self.completion.retention), Type::INT8),
             ],
         };
         Ok(!shared.session.ask(&ask, deadline).await?.is_empty())
@@ -326,82 +324,19 @@ impl Operation for Complete {
     ) -> Result<Vec<Result<bool, Failure>>, Failure> {
         let ask = Ask {
             attempted: Self::ATTEMPTED,
-            sql: &shared.statements.complete_many,
+            sql: &shared.statements.end_many,
             bounds: Bounds { durable: true, ..shared.bounds_together(Duration::MAX) },
             params: &[
-                (&each(many, |end| end.0.key.scope().as_str()), Type::TEXT_ARRAY),
-                (&each(many, |end| end.0.key.as_str()), Type::TEXT_ARRAY),
-                (&each(many, |end| &end.0.token.as_bytes()[..]), Type::BYTEA_ARRAY),
-                (&each(many, |end| end.0.status()), Type::INT2_ARRAY),
-                (&each(many, |end| millis(end.0.completion.retention)), Type::INT8_ARRAY),
+                (&each(many, |end| end.key.scope().as_str()), Type::TEXT_ARRAY),
+                (&each(many, |end| end.key.as_str()), Type::TEXT_ARRAY),
+                (&each(many, |end| &end.token.as_bytes()[..]), Type::BYTEA_ARRAY),
+                (&each(many, |end| end.state.as_str()), Type::TEXT_ARRAY),
+                (&each(many, |end| end.status()), Type::INT2_ARRAY),
+                (&each(many, |end| millis(end.completion.retention)), Type::INT8_ARRAY),
             ],
         };
-        shared.which_were_there(many.len(), &ask, deadline).await
-    }
-}
-
-/// Frees a claim; says whether it was there.
-#[derive(Clone, Debug)]
-pub(super) struct Fail(Ended);
-
-impl Operation for Fail {
-    type Answer = bool;
-
-    const ATTEMPTED: &'static str = "free the key";
-
-    fn lane(shared: &Shared) -> &Lane<Self> {
-        &shared.lanes.failures
-    }
-
-    fn key(&self) -> &EventKey {
-        &self.0.key
-    }
-
-    async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<bool, Failure> {
-        let ask = Ask {
-            attempted: Self::ATTEMPTED,
-            sql: &shared.statements.fail,
-            bounds: shared.bounds(),
-            params: &[
-                (&self.0.key.scope().as_str(), Type::TEXT),
-                (&self.0.key.as_str(), Type::TEXT),
-                (&&self.0.token.as_bytes()[..], Type::BYTEA),
-                (&millis(self.0.completion.retention), Type::INT8),
-            ],
-        };
-        Ok(!shared.session.ask(&ask, deadline).await?.is_empty())
-    }
-
-    async fn together(
-        many: &[Self],
-        shared: &Shared,
-        deadline: Instant,
-    ) -> Result<Vec<Result<bool, Failure>>, Failure> {
-        let ask = Ask {
-            attempted: Self::ATTEMPTED,
-            sql: &shared.statements.fail_many,
-            bounds: shared.bounds_together(Duration::MAX),
-            params: &[
-                (&each(many, |end| end.0.key.scope().as_str()), Type::TEXT_ARRAY),
-                (&each(many, |end| end.0.key.as_str()), Type::TEXT_ARRAY),
-                (&each(many, |end| &end.0.token.as_bytes()[..]), Type::BYTEA_ARRAY),
-                (&each(many, |end| millis(end.0.completion.retention)), Type::INT8_ARRAY),
-            ],
-        };
-        shared.which_were_there(many.len(), &ask, deadline).await
-    }
-}
-
-impl Shared {
-    /// Whether each of several was among the rows, which tell their places.
-    async fn which_were_there(
-        &self,
-        many: usize,
-        ask: &Ask<'_>,
-        deadline: Instant,
-    ) -> Result<Vec<Result<bool, Failure>>, Failure> {
-        let mut there: Vec<_> = (0..many).map(|_| Ok(false)).collect();
-        for row in self.session.ask(ask, deadline).await? {
+        let mut there: Vec<_> = many.iter().map(|_| Ok(false)).collect();
+        for row in shared.session.ask(&ask, deadline).await? {
             if let Some(there) = there.get_mut(place(&row)?) {
                 *there = Ok(true);
             }

@@ -19,10 +19,8 @@ pub(super) struct Statements {
     pub(super) claim: String,
     pub(super) claim_many: String,
     pub(super) take: String,
-    pub(super) complete: String,
-    pub(super) complete_many: String,
-    pub(super) fail: String,
-    pub(super) fail_many: String,
+    pub(super) end: String,
+    pub(super) end_many: String,
     pub(super) renew: String,
     pub(super) forget: String,
     pub(super) show: String,
@@ -107,61 +105,35 @@ impl Statements {
                  RETURNING attempt::int4 AS attempt, {lease_left} AS lease_left",
                 lease_left = left("lease_until"),
             ),
-            // Marks a claim done. Asked again it finds its own mark and leaves it as it is.
+            // Ends a claim: marks it done, or frees it. A done mark that is asked for again finds
+            // itself and stays as it is.
             //
-            // Parameters: scope, key, token, status, retention. Rows: one, or none if the token
-            // holds the key no longer. Locks: the row's. Index: the primary key; no index has a
-            // column that changes, so the update is HOT.
-            complete: format!(
-                "UPDATE {table}
-                 SET status = 'done',
-                     done_at = CASE status WHEN 'done' THEN done_at ELSE now() END,
-                     response_status = CASE status WHEN 'done' THEN response_status ELSE $4 END,
-                     expires_at = CASE status WHEN 'done' THEN expires_at
-                                  ELSE now() + $5 * {MILLISECOND} END
-                 WHERE scope = $1 AND event_key = $2 AND token = $3
-                   AND status IN ('in_progress', 'done')
-                 RETURNING true"
+            // Parameters: scope, key, token, state, response status, retention. Rows: one, or none
+            // if the token holds the key no longer. Locks: the row's. Index: the primary key; no
+            // index has a column that changes, so the update is HOT.
+            end: format!(
+                "UPDATE {table} AS held
+                 SET {ended}
+                 FROM (VALUES ($1, $2, $3, $4, $5, $6))
+                     AS ended(scope, event_key, token, state, response_status, retention)
+                 WHERE {holds}
+                 RETURNING true",
+                ended = ended(),
+                holds = HOLDS_OR_IS_DONE,
             ),
             // The same for several keys.
             //
-            // Parameters: arrays of scope, key, token, status, retention; sorted by key, each key
-            // once. Rows: the places (from 1) of those that are held.
-            complete_many: format!(
+            // Parameters: arrays of the same; sorted by key, each key once. Rows: the places (from
+            // 1) of those that are held.
+            end_many: format!(
                 "UPDATE {table} AS held
-                 SET status = 'done',
-                     done_at = CASE held.status WHEN 'done' THEN held.done_at ELSE now() END,
-                     response_status = CASE held.status WHEN 'done' THEN held.response_status
-                                       ELSE ended.response_status END,
-                     expires_at = CASE held.status WHEN 'done' THEN held.expires_at
-                                  ELSE now() + ended.retention * {MILLISECOND} END
-                 FROM unnest($1, $2, $3, $4, $5) WITH ORDINALITY
-                     AS ended(scope, event_key, token, response_status, retention, place)
-                 WHERE held.scope = ended.scope AND held.event_key = ended.event_key
-                   AND held.token = ended.token AND held.status IN ('in_progress', 'done')
-                 RETURNING ended.place"
-            ),
-            // Frees a claim.
-            //
-            // Parameters: scope, key, token, retention. Rows, locks, index: as `complete`.
-            fail: format!(
-                "UPDATE {table}
-                 SET status = 'failed', expires_at = now() + $4 * {MILLISECOND}
-                 WHERE scope = $1 AND event_key = $2 AND token = $3 AND status = 'in_progress'
-                 RETURNING true"
-            ),
-            // The same for several keys.
-            //
-            // Parameters: arrays of scope, key, token, retention; sorted by key, each key once.
-            // Rows: the places (from 1) of those that are held.
-            fail_many: format!(
-                "UPDATE {table} AS held
-                 SET status = 'failed', expires_at = now() + ended.retention * {MILLISECOND}
-                 FROM unnest($1, $2, $3, $4) WITH ORDINALITY
-                     AS ended(scope, event_key, token, retention, place)
-                 WHERE held.scope = ended.scope AND held.event_key = ended.event_key
-                   AND held.token = ended.token AND held.status = 'in_progress'
-                 RETURNING ended.place"
+                 SET {ended}
+                 FROM unnest($1, $2, $3, $4, $5, $6) WITH ORDINALITY
+                     AS ended(scope, event_key, token, state, response_status, retention, place)
+                 WHERE {holds}
+                 RETURNING ended.place",
+                ended = ended(),
+                holds = HOLDS_OR_IS_DONE,
             ),
             // Moves leases on.
             //
@@ -247,6 +219,25 @@ pub(super) struct Bounds {
     pub(super) statement: Duration,
     pub(super) durable: bool,
 }
+
+/// What becomes of a row that ends; nothing, if it is done already.
+fn ended() -> String {
+    format!(
+        "status = ended.state,
+                     done_at = CASE WHEN held.status = 'done' THEN held.done_at
+                                    WHEN ended.state = 'done' THEN now() END,
+                     response_status = CASE held.status WHEN 'done' THEN held.response_status
+                                       ELSE ended.response_status END,
+                     expires_at = CASE held.status WHEN 'done' THEN held.expires_at
+                                  ELSE now() + ended.retention * {MILLISECOND} END"
+    )
+}
+
+/// The holder's rows, and those that it has marked done if it marks them again.
+const HOLDS_OR_IS_DONE: &str =
+    "held.scope = ended.scope AND held.event_key = ended.event_key AND held.token = ended.token
+                   AND (held.status = 'in_progress'
+                        OR held.status = 'done' AND ended.state = 'done')";
 
 /// What is left until a time, in whole milliseconds rounded up, and not less than zero.
 fn left(until: &str) -> String {

@@ -23,22 +23,21 @@ pub(super) fn connector(
     let provider = Arc::new(ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider.clone())
         .with_safe_default_protocol_versions()?;
-    let config = match verify {
-        Verify::Nothing => {
-            let verifier = Arc::new(Anyone(provider));
-            config.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth()
+    let chain = match verify {
+        Verify::ChainAndName => {
+            let config = config.with_root_certificates(root_certificates(roots)?);
+            return Ok(MakeRustlsConnect::new(config.with_no_client_auth()));
         }
         Verify::Chain => {
             let roots = Arc::new(root_certificates(roots)?);
-            let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider).build()?;
-            let verifier = Arc::new(AnyName(verifier));
-            config.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth()
+            let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider.clone());
+            Some(verifier.build()?)
         }
-        Verify::ChainAndName => {
-            config.with_root_certificates(root_certificates(roots)?).with_no_client_auth()
-        }
+        Verify::Nothing => None,
     };
-    Ok(MakeRustlsConnect::new(config))
+    let verifier = Arc::new(Lenient { chain, provider });
+    let config = config.dangerous().with_custom_certificate_verifier(verifier);
+    Ok(MakeRustlsConnect::new(config.with_no_client_auth()))
 }
 
 /// The certificates of a PEM file, or the operating system's.
@@ -75,52 +74,15 @@ fn root_certificates(
     Ok(store)
 }
 
-/// Takes any certificate: for `prefer` and `require`, which encrypt and do not authenticate.
+/// Checks less of a certificate than rustls does by itself: nothing, for `prefer` and `require`,
+/// which encrypt and do not authenticate; or the chain and not the name, for `verify-ca`.
 #[derive(Debug)]
-struct Anyone(Arc<CryptoProvider>);
-
-impl ServerCertVerifier for Anyone {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        verify_tls12_signature(message, certificate, signed, algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        verify_tls13_signature(message, certificate, signed, algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
-    }
+struct Lenient {
+    chain: Option<Arc<WebPkiServerVerifier>>,
+    provider: Arc<CryptoProvider>,
 }
 
-/// Checks the chain and not the name: for `verify-ca`.
-#[derive(Debug)]
-struct AnyName(Arc<WebPkiServerVerifier>);
-
-impl ServerCertVerifier for AnyName {
+impl ServerCertVerifier for Lenient {
     fn verify_server_cert(
         &self,
         certificate: &CertificateDer<'_>,
@@ -129,8 +91,9 @@ impl ServerCertVerifier for AnyName {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
+        let Some(chain) = &self.chain else { return Ok(ServerCertVerified::assertion()) };
         // The name is looked at last, once the chain has been found good.
-        match self.0.verify_server_cert(certificate, intermediates, name, ocsp, now) {
+        match chain.verify_server_cert(certificate, intermediates, name, ocsp, now) {
             Err(Error::InvalidCertificate(
                 CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
             )) => Ok(ServerCertVerified::assertion()),
@@ -144,7 +107,8 @@ impl ServerCertVerifier for AnyName {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls12_signature(message, certificate, signed)
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signed, algorithms)
     }
 
     fn verify_tls13_signature(
@@ -153,10 +117,11 @@ impl ServerCertVerifier for AnyName {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls13_signature(message, certificate, signed)
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signed, algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_verify_schemes()
+        self.provider.signature_verification_algorithms.supported_schemes()
     }
 }

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "not every test needs everything")]
 
+pub mod claims;
 #[path = "../../../examples/support/client.rs"]
 pub mod client;
 pub mod cut;
