@@ -195,6 +195,19 @@ async fn a_table_of_a_newer_version_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_database_that_cannot_store_every_key_is_refused() {
+    let db = postgres::schema().await;
+    let name = format!("latin_{}", db.name());
+    let create = format!("CREATE DATABASE {name} ENCODING 'LATIN1' TEMPLATE template0");
+    db.client().await.batch_execute(&create).await.unwrap();
+    let (server, _) = db.bare_url().rsplit_once('/').unwrap();
+    let store = PgStore::connect(&format!("{server}/{name}")).await.unwrap();
+    let refused = store.migrate().await.unwrap_err();
+    assert_eq!(refused.kind(), StoreErrorKind::Schema);
+    assert!(whole(&refused).contains("is encoded in LATIN1"), "{}", whole(&refused));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_user_without_the_right_to_create_can_migrate_what_is_there() {
     let db = postgres::schema().await;
     db.store().await;

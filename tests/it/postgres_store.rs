@@ -342,6 +342,27 @@ async fn a_host_that_accepts_and_says_nothing_does_not_hide_the_next_one() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn more_silent_hosts_than_there_is_time_for_do_not_hide_the_last_one_for_ever() {
+    let db = postgres::schema().await;
+    db.store().await;
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let at = silent.local_addr().unwrap();
+    let hosts = format!("@{at},{at},{at},");
+    let store = db
+        .builder()
+        .connect_timeout(Duration::from_millis(300))
+        .timeout(Duration::from_millis(500))
+        .connect_lazy(&db.bare_url().replacen('@', &hosts, 1))
+        .unwrap();
+    let mut tries = 0;
+    while store.show(&event("1")).await.is_err() {
+        tries += 1;
+        assert!(tries < 5, "it never got to the last host");
+    }
+    assert!(tries > 0, "there was time for all");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_does_not_write_is_no_store() {
     let db = postgres::schema().await;
     db.store().await;

@@ -32,7 +32,7 @@ pub(super) struct Target {
     /// For the whole handshake with one host. The driver's own bound covers TCP only, and a host
     /// that accepts and says nothing would keep the next one from being tried.
     timeout: Duration,
-    /// The host to begin with: the one that answered last.
+    /// The host to begin with: the one that answered last, or the one after the last that did not.
     first: AtomicUsize,
 }
 
@@ -66,7 +66,7 @@ impl Target {
         let timeout = connect_timeout
             .or(config.get_connect_timeout().copied())
             .unwrap_or(DEFAULT_CONNECT_TIMEOUT);
-        let hosts = one_for_each_host(&config)?;
+        let hosts = one_for_each_host(&config, timeout)?;
         let first = match config.get_load_balance_hosts() {
             LoadBalanceHosts::Random => getrandom::u32()? as usize % hosts.len(),
             _ => 0,
@@ -101,6 +101,8 @@ impl Target {
                         error = &error as &dyn Error,
                         "could not connect to Postgres",
                     );
+                    // Should the time be over before another one is tried, it is first next time.
+                    self.first.store((place + 1) % self.hosts.len(), Ordering::Relaxed);
                     last = Some(error);
                 }
             }
@@ -252,7 +254,9 @@ fn tls(mode: SslMode, _: Verify, _: Option<&str>) -> Result<Tls, Fault> {
 }
 
 /// The same configuration for each host alone, since the driver tries them without a bound.
-fn one_for_each_host(config: &Config) -> Result<Vec<Config>, Fault> {
+///
+/// A name may have several addresses, and the first may be gone: half of the bound is for one.
+fn one_for_each_host(config: &Config, bound: Duration) -> Result<Vec<Config>, Fault> {
     let (hosts, addresses, ports) =
         (config.get_hosts(), config.get_hostaddrs(), config.get_ports());
     let count = hosts.len().max(addresses.len());
@@ -264,6 +268,7 @@ fn one_for_each_host(config: &Config) -> Result<Vec<Config>, Fault> {
     }
     let one = |place: usize| {
         let mut one = without_hosts(config);
+        one.connect_timeout(bound / 2);
         match hosts.get(place) {
             Some(Host::Tcp(name)) => drop(one.host(name)),
             #[cfg(unix)]

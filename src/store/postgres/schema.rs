@@ -64,6 +64,11 @@ DECLARE
     found text;
     stray record;
 BEGIN
+    IF current_setting('server_encoding') NOT IN ('UTF8', 'SQL_ASCII') THEN
+        RAISE EXCEPTION 'the database is encoded in %, which cannot store every event key',
+            current_setting('server_encoding')
+            USING HINT = 'Use a database whose encoding is UTF8.';
+    END IF;
     -- One at a time, however many start together.
     PERFORM pg_advisory_xact_lock(hashtextextended('tower-dedupe migration of ' || {name_text}, 0));
 "
