@@ -357,7 +357,7 @@ async fn more_silent_hosts_than_there_is_time_for_do_not_hide_the_last_one_for_e
     let mut tries = 0;
     while store.show(&event("1")).await.is_err() {
         tries += 1;
-        assert!(tries < 5, "it never got to the last host");
+        assert!(tries < 40, "it never got to the last host");
     }
     assert!(tries > 0, "there was time for all");
 }

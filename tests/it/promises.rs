@@ -195,14 +195,18 @@ async fn i2_done_is_final_until_its_retention_ends() {
 #[tokio::test(flavor = "multi_thread")]
 async fn i3_of_many_holders_one_token_marks_it_done() {
     let db = postgres::schema().await;
-    // Eight processes, all after the same keys, with leases so short that they overtake each other.
+    // Eight processes, all after the same keys, with leases so short that they overtake each other:
+    // twenty keys, and more until somebody was overtaken.
+    let overtaken = Arc::new(AtomicUsize::new(0));
     let mut workers = JoinSet::new();
     for worker in 0..8u64 {
-        let store = db.store().await;
+        let (store, overtaken) = (db.store().await, overtaken.clone());
         workers.spawn(async move {
             let mut marked = Vec::new();
-            let mut overtaken = 0;
-            for n in 0..20 {
+            for n in 0..1_000 {
+                if n >= 20 && overtaken.load(Ordering::SeqCst) > 0 {
+                    break;
+                }
                 let key = event(&n.to_string());
                 loop {
                     let lease = Duration::from_millis(4);
@@ -213,27 +217,23 @@ async fn i3_of_many_holders_one_token_marks_it_done() {
                         ClaimOutcome::Done { .. } => break,
                     }
                     // Most stand still for longer than their lease.
-                    sleep(Duration::from_millis((n * 5 + worker * 3) % 16)).await;
+                    sleep(Duration::from_millis((n * 5 + worker * 3) % 32)).await;
                     let completion = Completion::new(Some(200), Duration::from_secs(60));
                     match store.complete(&key, claim.token, completion).await.unwrap() {
                         Held::Yes => marked.push(n),
-                        Held::Lost => overtaken += 1,
+                        Held::Lost => drop(overtaken.fetch_add(1, Ordering::SeqCst)),
                     }
                 }
             }
-            (marked, overtaken)
+            marked
         });
     }
     let mut times = BTreeMap::new();
-    let mut overtaken = 0;
-    for (marked, lost) in workers.join_all().await {
-        overtaken += lost;
-        for key in marked {
-            *times.entry(key).or_insert(0) += 1;
-        }
+    for n in workers.join_all().await.into_iter().flatten() {
+        *times.entry(n).or_insert(0) += 1;
     }
-    assert!(overtaken > 0, "no holder was overtaken: the test has tested nothing");
-    assert_eq!(times, (0..20).map(|n| (n, 1)).collect());
+    assert!(overtaken.load(Ordering::SeqCst) > 0, "the test has tested nothing");
+    assert!(times.len() >= 20 && times.values().all(|marks| *marks == 1), "{times:?}");
 }
 
 /// The ways in which a holder can lose its key.
