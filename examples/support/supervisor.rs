@@ -29,6 +29,7 @@ pub async fn serve(database: &str, port: u16) -> Result<ExitCode, Fault> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let port = port.to_string();
     let mut environment = vec![("PORT", &*port)];
+    let mut told_to_stop = false;
     loop {
         let mut server = start(database, &environment)?;
         // Kept open for as long as the server is to run; `wait` would close it.
@@ -36,12 +37,17 @@ pub async fn serve(database: &str, port: u16) -> Result<ExitCode, Fault> {
         let ended = loop {
             select! {
                 ended = server.wait() => break ended?,
-                // The terminal has told the server too.
-                _ = interrupt.recv() => {}
-                _ = terminate.recv() => drop(lifeline.take()),
+                _ = interrupt.recv() => told_to_stop = true,
+                _ = terminate.recv() => told_to_stop = true,
+            }
+            if told_to_stop {
+                drop(lifeline.take());
             }
         };
-        if ended.signal().is_none() {
+        // The terminal tells the server too; until it listens, it just dies of that.
+        let stops = [SignalKind::interrupt(), SignalKind::terminate()];
+        let stopped = |signal| stops.iter().any(|stop| stop.as_raw_value() == signal);
+        if told_to_stop || ended.signal().is_none_or(stopped) {
             return Ok(if ended.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
         println!("\n*** the server has crashed; starting it again ***\n");
