@@ -17,6 +17,7 @@ mod logs;
 mod migrate;
 mod naive;
 mod outage;
+mod plans;
 mod postgres_store;
 mod promises;
 mod quickstart;

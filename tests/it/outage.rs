@@ -189,16 +189,19 @@ async fn done_is_on_disk_before_the_answer_whatever_the_database_defaults_to() {
     let db = Schema::on(&server.0.url()).await;
     db.store().await;
     let url = format!("{}?options=-c%20synchronous_commit%3Doff", db.bare_url());
-    let store = db.builder().connect(&url).await.unwrap();
-    let service = Service::on(store, Handler::default()).await;
-    let mut done = Vec::new();
-    for n in 0..50 {
-        assert_eq!(service.deliver(&n.to_string()).await.status, StatusCode::OK);
-        done.push(n.to_string());
+    for named in [false, true] {
+        let store = db.builder().named_statements(named).connect(&url).await.unwrap();
+        let service = Service::on(store, Handler::default()).await;
+        let mut done = Vec::new();
+        for n in 0..50 {
+            let key = format!("{named} {n}");
+            assert_eq!(service.deliver(&key).await.status, StatusCode::OK);
+            done.push(key);
+        }
+        server.make(Throwaway::kill).await;
+        server.make(Throwaway::start_again).await;
+        service.knows(&done).await;
     }
-    server.make(Throwaway::kill).await;
-    server.make(Throwaway::start_again).await;
-    service.knows(&done).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

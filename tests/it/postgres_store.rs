@@ -128,6 +128,94 @@ async fn a_duplicate_and_a_claim_in_progress_write_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_storm_of_duplicates_writes_no_wal() {
+    let server = tokio::task::spawn_blocking(postgres::own).await.unwrap();
+    let db = Schema::on(&server.url()).await;
+    let store = db.builder().connect(db.bare_url()).await.unwrap();
+    store.migrate().await.unwrap();
+    let finished = claim("finished");
+    store.claim(&finished).await.unwrap();
+    store.complete(&finished.key, finished.token, done()).await.unwrap();
+    let client = db.client().await;
+    let written = async || {
+        let row = client.query_typed_one("SELECT pg_current_wal_insert_lsn()::text", &[]);
+        row.await.unwrap().get::<_, String>(0)
+    };
+    // The server now and then writes of itself; a duplicate that wrote would do so each time.
+    let began = Instant::now();
+    loop {
+        let before = written().await;
+        let mut asking = JoinSet::new();
+        for _ in 0..40 {
+            let store = store.clone();
+            asking.spawn(async move { store.claim(&claim("finished")).await.unwrap() });
+        }
+        for outcome in asking.join_all().await {
+            assert_eq!(outcome, ClaimOutcome::Done { status: Some(200) });
+        }
+        if written().await == before {
+            break;
+        }
+        assert!(began.elapsed() < Duration::from_secs(20), "every storm has written");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_commit_waits_for_is_the_choice_of_the_store() {
+    let db = postgres::schema().await;
+    db.store().await;
+    let client = db.client().await;
+    client
+        .batch_execute(
+            "CREATE TABLE seen (setting text);
+             CREATE FUNCTION look() RETURNS trigger LANGUAGE plpgsql AS $$
+             BEGIN
+                 EXECUTE format('INSERT INTO %I.seen VALUES ($1)', TG_TABLE_SCHEMA)
+                     USING current_setting('synchronous_commit');
+                 RETURN NEW;
+             END $$;
+             CREATE TRIGGER look BEFORE INSERT OR UPDATE ON processed_events
+             FOR EACH ROW EXECUTE FUNCTION look()",
+        )
+        .await
+        .unwrap();
+    for named in [false, true] {
+        for (default, synchronous, seen) in [
+            ("off", true, "on"),
+            ("on", true, "on"),
+            ("remote_apply", true, "remote_apply"),
+            ("local", true, "local"),
+            ("on", false, "off"),
+            ("remote_apply", false, "off"),
+        ] {
+            client.batch_execute("TRUNCATE seen").await.unwrap();
+            let url = format!("{}?options=-c%20synchronous_commit%3D{default}", db.bare_url());
+            let builder = db.builder().named_statements(named).synchronous_commit(synchronous);
+            let store = builder.connect(&url).await.unwrap();
+            let key = |n: usize| format!("{named} {default} {synchronous} {n}");
+            let mut asking = JoinSet::new();
+            for n in 0..20 {
+                let (store, claim) = (store.clone(), claim(&key(n)));
+                asking.spawn(async move {
+                    store.claim(&claim).await.unwrap();
+                    store.complete(&claim.key, claim.token, done()).await.unwrap();
+                });
+            }
+            asking.join_all().await;
+            let (first, second) = (claim(&key(20)), claim(&key(20)));
+            store.claim(&first).await.unwrap();
+            store.fail(&first.key, first.token, done().retention).await.unwrap();
+            store.claim(&second).await.unwrap();
+            let settings = "SELECT array_agg(DISTINCT setting), count(*) FROM seen";
+            let row = client.query_one(settings, &[]).await.unwrap();
+            let (settings, writes): (Vec<String>, i64) = (row.get(0), row.get(1));
+            // Of the last claim the insert that is in vain, and the takeover.
+            assert_eq!((&*settings, writes), (&[seen.to_owned()][..], 44), "default {default}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn every_done_mark_is_a_hot_update() {
     let db = postgres::schema().await;
     let store = db.store().await;
@@ -182,8 +270,8 @@ async fn what_the_database_defaults_to_changes_nothing() {
         );
         // Claims and takeovers of the same keys at once, which at these levels fail with 40001.
         let mut workers = JoinSet::new();
-        for _ in 0..8 {
-            let store = db.builder().connect(&url).await.unwrap();
+        for n in 0..8 {
+            let store = db.builder().named_statements(n % 2 == 0).connect(&url).await.unwrap();
             let isolation = isolation.to_owned();
             workers.spawn(async move {
                 let mut claimed = 0;

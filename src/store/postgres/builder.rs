@@ -8,9 +8,10 @@ use super::{
     PgStore, Shared,
     connect::Target,
     lanes::Lanes,
+    operations::bounds,
     schema::{DEFAULT_NAME, Table},
     session::Session,
-    statements::Statements,
+    statements::{Bounds, Commit, Statements, standing},
 };
 use crate::{
     claim::Scope,
@@ -27,6 +28,7 @@ pub struct PgStoreBuilder {
     connect_timeout: Option<Duration>,
     timeout: Duration,
     named_statements: bool,
+    synchronous_commit: bool,
     adopt_scope: Option<Scope>,
 }
 
@@ -39,6 +41,7 @@ impl Default for PgStoreBuilder {
             connect_timeout: None,
             timeout: Duration::from_secs(3),
             named_statements: false,
+            synchronous_commit: true,
             adopt_scope: None,
         }
     }
@@ -81,13 +84,33 @@ impl PgStoreBuilder {
         self
     }
 
-    /// Prepares each statement once for each connection, under a name: faster on direct
-    /// connections. Default: no.
+    /// Says that the connections lead to the server itself, with no pooler in between, and makes
+    /// use of it: each statement is prepared once for each connection, under a name, and the
+    /// store's own connections are given isolation and timeouts once instead of with each
+    /// statement. A claim then takes as long as the shortest insert by hand. Default: no.
     ///
-    /// Never behind a pooler in transaction mode, where a name may belong to another client's
-    /// statement.
+    /// Never behind a pooler in transaction mode: a name may belong to another client's statement
+    /// there, and settings of a session reach other clients.
+    ///
+    /// What the application does on [`pool`](PgStore::pool) then runs under the store's settings,
+    /// of which `lock_timeout` is short (20 milliseconds): begin with `SET LOCAL lock_timeout TO
+    /// DEFAULT` there, and the same for `statement_timeout`. Not so with
+    /// [`from_pool`](Self::from_pool), whose connections are left as they are.
     pub fn named_statements(mut self, named: bool) -> Self {
         self.named_statements = named;
+        self
+    }
+
+    /// Whether a claim and a done mark wait until the server has them on disk. Default: yes, as
+    /// durable as the database's own setting, and on where that is off.
+    ///
+    /// With no the server answers before it has written, and is faster where disks are slow. A
+    /// crash of the database (not of this process) may then forget the claims and done marks of
+    /// its last moment, three times `wal_writer_delay`, 0.6 seconds by default. Their events are
+    /// not lost: an event that was answered 2xx and is delivered again runs again, and one that is
+    /// running may be started a second time. So only for handlers to which that does no harm.
+    pub fn synchronous_commit(mut self, synchronous: bool) -> Self {
+        self.synchronous_commit = synchronous;
         self
     }
 
@@ -133,6 +156,10 @@ impl PgStoreBuilder {
     pub fn connect_lazy(self, url: &str) -> Result<PgStore, StoreError> {
         let table = self.checked()?;
         let target = Target::parse(url, self.connect_timeout).map_err(refused)?;
+        let target = match self.named_statements {
+            true => target.with_settings(standing(&self.bounds())),
+            false => target,
+        };
         let manager = Manager::from_connect(
             target.config(),
             target,
@@ -153,16 +180,28 @@ impl PgStoreBuilder {
     }
 
     pub(super) fn build(self, table: Table, pool: Pool, own: bool) -> PgStore {
+        let bounds = self.bounds();
         let shared = Shared {
             id: StoreId::unique(),
-            session: Session { pool, own, named: self.named_statements },
+            session: Session {
+                pool,
+                own,
+                named: self.named_statements,
+                standing: (own && self.named_statements).then_some(bounds),
+            },
             lanes: Lanes::default(),
             statements: Statements::on(&table),
             table,
             timeout: self.timeout,
+            bounds,
             adopt_scope: self.adopt_scope,
         };
         PgStore { shared: Arc::new(shared) }
+    }
+
+    fn bounds(&self) -> Bounds {
+        let commit = if self.synchronous_commit { Commit::Durable } else { Commit::Soon };
+        bounds(self.timeout, commit)
     }
 
     fn checked(&self) -> Result<Table, StoreError> {

@@ -34,6 +34,8 @@ pub(super) struct Target {
     timeout: Duration,
     /// The host to begin with: the one that answered last, or the one after the last that did not.
     first: AtomicUsize,
+    /// What is sent first on each connection.
+    settings: Option<String>,
 }
 
 #[derive(Clone)]
@@ -71,7 +73,12 @@ impl Target {
             LoadBalanceHosts::Random => getrandom::u32()? as usize % hosts.len(),
             _ => 0,
         };
-        Ok(Self { hosts, tls, timeout, first: AtomicUsize::new(first) })
+        Ok(Self { hosts, tls, timeout, first: AtomicUsize::new(first), settings: None })
+    }
+
+    /// The same with settings for each session.
+    pub(super) fn with_settings(self, settings: String) -> Self {
+        Self { settings: Some(settings), ..self }
     }
 
     /// The configuration of the first host, for the pool, which shows it and does not use it.
@@ -86,9 +93,9 @@ impl Target {
             let place = (first + place) % self.hosts.len();
             let Some(host) = self.hosts.get(place) else { continue };
             let connected = match self.tls.clone() {
-                Tls::Off => handshake(host, NoTls, self.timeout).await,
+                Tls::Off => self.handshake(host, NoTls).await,
                 #[cfg(feature = "tls")]
-                Tls::On(tls) => handshake(host, tls, self.timeout).await,
+                Tls::On(tls) => self.handshake(host, tls).await,
             };
             match connected {
                 Ok(connected) => {
@@ -112,6 +119,40 @@ impl Target {
             None => Err(broken("there is no host to connect to".into()).await),
         }
     }
+
+    /// Connects, within the bound, and drives the connection on a task of its own.
+    async fn handshake<T>(
+        &self,
+        host: &Config,
+        tls: T,
+    ) -> Result<(Client, JoinHandle<()>), tokio_postgres::Error>
+    where
+        T: MakeTlsConnect<Socket>,
+        T::Stream: Send + 'static,
+    {
+        let connecting = async {
+            let (client, connection) = host.connect(tls).await?;
+            let driver = tokio::spawn(async move {
+                if let Err(error) = connection.await {
+                    tracing::debug!(
+                        error = &error as &dyn Error,
+                        "a connection to Postgres has ended",
+                    );
+                }
+            });
+            if let Some(settings) = &self.settings {
+                client.batch_execute(settings).await?;
+            }
+            Ok((client, driver))
+        };
+        match timeout(self.timeout, connecting).await {
+            Ok(connected) => connected,
+            Err(_) => {
+                let (host, bound) = (host.get_hosts(), self.timeout);
+                Err(broken(format!("no connection to {host:?} within {bound:?}")).await)
+            }
+        }
+    }
 }
 
 impl Connect for Target {
@@ -127,29 +168,6 @@ impl Connect for Target {
     > {
         Box::pin(self.connect_to_any())
     }
-}
-
-/// Connects, within the bound, and drives the connection on a task of its own.
-async fn handshake<T>(
-    config: &Config,
-    tls: T,
-    bound: Duration,
-) -> Result<(Client, JoinHandle<()>), tokio_postgres::Error>
-where
-    T: MakeTlsConnect<Socket>,
-    T::Stream: Send + 'static,
-{
-    let Ok(connected) = timeout(bound, config.connect(tls)).await else {
-        let host = config.get_hosts();
-        return Err(broken(format!("no connection to {host:?} within {bound:?}")).await);
-    };
-    let (client, connection) = connected?;
-    let driver = tokio::spawn(async move {
-        if let Err(error) = connection.await {
-            tracing::debug!(error = &error as &dyn Error, "a connection to Postgres has ended");
-        }
-    });
-    Ok((client, driver))
 }
 
 /// The settings of a URL that the driver does not know.

@@ -3,6 +3,7 @@
 //! An operation that comes to an idle lane is sent at once, by its own plain statement. Those that
 //! come while it is under way queue up, and the next statement carries all of them: no timer, and
 //! no latency that was not there. The busier it gets, the more one round trip and one commit carry.
+//! A second statement goes along when more wait than one can carry, or when the first is late.
 
 use std::{
     collections::{BTreeSet, VecDeque},
@@ -13,6 +14,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use tokio::{
@@ -23,7 +25,7 @@ use tokio::{
 
 use super::{
     Shared,
-    operations::{End, Look},
+    operations::{End, LOCK_TIMEOUT, Look},
     session::{Cause, Failure},
 };
 use crate::{
@@ -75,8 +77,8 @@ pub(super) struct Lane<O: Operation> {
 #[derive(Debug)]
 struct Queue<O: Operation> {
     waiting: VecDeque<Waiting<O>>,
-    /// Statements under way.
-    under_way: usize,
+    /// When each of the statements under way was sent.
+    under_way: Vec<Instant>,
 }
 
 #[derive(Debug)]
@@ -89,7 +91,7 @@ struct Waiting<O: Operation> {
 
 impl<O: Operation> Default for Lane<O> {
     fn default() -> Self {
-        Self { queue: Mutex::new(Queue { waiting: VecDeque::new(), under_way: 0 }) }
+        Self { queue: Mutex::new(Queue { waiting: VecDeque::new(), under_way: Vec::new() }) }
     }
 }
 
@@ -97,6 +99,30 @@ impl<O: Operation> Lane<O> {
     /// No code panics while it holds the lock, so a poisoned queue is a whole one.
     fn queue(&self) -> MutexGuard<'_, Queue<O>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<O: Operation> Queue<O> {
+    /// Whether what comes now has to wait.
+    fn is_busy(&self) -> bool {
+        let in_time = self.under_way.iter().any(|sent| sent.elapsed() < PATIENCE);
+        self.under_way.len() >= MAX_UNDER_WAY || in_time && self.waiting.len() < MAX_TOGETHER
+    }
+
+    fn has_turn(&self) -> bool {
+        !self.waiting.is_empty() && !self.is_busy()
+    }
+
+    fn begin(&mut self) -> Instant {
+        let now = Instant::now();
+        self.under_way.push(now);
+        now
+    }
+
+    fn end(&mut self, sent: Instant) {
+        if let Some(place) = self.under_way.iter().position(|one| *one == sent) {
+            self.under_way.swap_remove(place);
+        }
     }
 }
 
@@ -111,14 +137,27 @@ pub(super) async fn ask<O: Operation>(
     };
     match enter(shared, operation) {
         Entered::Alone(operation, _turn) => operation.alone(shared, deadline).await,
-        Entered::Waits { sent, answered } => match timeout_at(deadline, answered).await {
-            Ok(Ok(answer)) => answer,
-            // Its time is over, or the runtime that carried it has shut down.
-            _ if sent.load(Ordering::Acquire) => {
-                Err(failed(StoreErrorKind::Unknown, Cause::Silence))
+        Entered::Waits { sent, mut answered } => {
+            let answered = loop {
+                let late = Instant::now() + PATIENCE;
+                match timeout_at(late.min(deadline), &mut answered).await {
+                    Err(_) if late < deadline => {
+                        if O::lane(shared).queue().has_turn() {
+                            tokio::spawn(carry::<O>(shared.clone()));
+                        }
+                    }
+                    answered => break answered,
+                }
+            };
+            match answered {
+                Ok(Ok(answer)) => answer,
+                // Its time is over, or the runtime that carried it has shut down.
+                _ if sent.load(Ordering::Acquire) => {
+                    Err(failed(StoreErrorKind::Unknown, Cause::Silence))
+                }
+                _ => Err(failed(StoreErrorKind::Unavailable, Cause::NoConnection)),
             }
-            _ => Err(failed(StoreErrorKind::Unavailable, Cause::NoConnection)),
-        },
+        }
         Entered::Full => Err(failed(StoreErrorKind::Unavailable, Cause::QueueFull(MAX_WAITING))),
     }
 }
@@ -139,16 +178,16 @@ fn enter<O: Operation>(shared: &Arc<Shared>, operation: O) -> Entered<O> {
     if queue.waiting.len() >= MAX_WAITING {
         return Entered::Full;
     }
-    let idle = queue.under_way < MAX_UNDER_WAY;
-    if idle && queue.waiting.is_empty() {
-        queue.under_way += 1;
-        return Entered::Alone(operation, Turn { shared: shared.clone(), of: PhantomData });
+    if queue.waiting.is_empty() && !queue.is_busy() {
+        let sent = Some(queue.begin());
+        return Entered::Alone(operation, Turn { shared: shared.clone(), sent, of: PhantomData });
     }
     let (answer, answered) = oneshot::channel();
     let sent = Arc::new(AtomicBool::new(false));
     queue.waiting.push_back(Waiting { operation, answer, sent: sent.clone() });
+    let has_turn = queue.has_turn();
     drop(queue);
-    if idle {
+    if has_turn {
         tokio::spawn(carry::<O>(shared.clone()));
     }
     Entered::Waits { sent, answered }
@@ -158,16 +197,39 @@ fn enter<O: Operation>(shared: &Arc<Shared>, operation: O) -> Entered<O> {
 /// their turn.
 struct Turn<O: Operation> {
     shared: Arc<Shared>,
+    /// When its statement was sent, while there is one.
+    sent: Option<Instant>,
     of: PhantomData<fn(O)>,
+}
+
+impl<O: Operation> Turn<O> {
+    /// Ends the statement before, and takes what the next one carries, if it is its turn.
+    fn next_batch(&mut self) -> Option<Vec<Waiting<O>>> {
+        let mut queue = O::lane(&self.shared).queue();
+        if let Some(sent) = self.sent.take() {
+            queue.end(sent);
+        }
+        if !queue.has_turn() {
+            return None;
+        }
+        let batch = take_batch(&mut queue);
+        if batch.is_empty() {
+            // Their callers have all gone.
+            return None;
+        }
+        self.sent = Some(queue.begin());
+        Some(batch)
+    }
 }
 
 impl<O: Operation> Drop for Turn<O> {
     fn drop(&mut self) {
+        let Some(sent) = self.sent.take() else { return };
         let mut queue = O::lane(&self.shared).queue();
-        queue.under_way -= 1;
-        let nobody_waits = queue.waiting.is_empty();
+        queue.end(sent);
+        let has_turn = queue.has_turn();
         drop(queue);
-        if nobody_waits {
+        if !has_turn {
             return;
         }
         // Without a runtime, or on one that shuts down, the next that enters carries them.
@@ -177,29 +239,18 @@ impl<O: Operation> Drop for Turn<O> {
     }
 }
 
-/// Sends what is waiting until nothing is.
+/// Sends what is waiting until nothing is. It takes its turn only now, since a runtime that shuts
+/// down takes tasks and never runs them.
 async fn carry<O: Operation>(shared: Arc<Shared>) {
-    // Only now, since a runtime that shuts down takes tasks and never runs them.
-    {
-        let mut queue = O::lane(&shared).queue();
-        if queue.under_way >= MAX_UNDER_WAY {
-            return;
-        }
-        queue.under_way += 1;
-    }
-    let turn = Turn::<O> { shared, of: PhantomData };
-    loop {
-        let batch = next_batch(&mut O::lane(&turn.shared).queue());
-        if batch.is_empty() {
-            return;
-        }
+    let mut turn = Turn::<O> { shared, sent: None, of: PhantomData };
+    while let Some(batch) = turn.next_batch() {
         carry_out(&turn.shared, batch).await;
     }
 }
 
 /// Takes as many as fit into a statement, each key once: the second of a key waits for the fate of
 /// the first. Sorted, so that two statements take their locks in the same order.
-fn next_batch<O: Operation>(queue: &mut Queue<O>) -> Vec<Waiting<O>> {
+fn take_batch<O: Operation>(queue: &mut Queue<O>) -> Vec<Waiting<O>> {
     let mut batch = Vec::new();
     let mut keys = BTreeSet::new();
     let mut later = Vec::new();
@@ -261,6 +312,8 @@ async fn carry_out<O: Operation>(shared: &Arc<Shared>, batch: Vec<Waiting<O>>) {
 
 /// Statements of one kind under way at once.
 const MAX_UNDER_WAY: usize = 2;
+/// When a statement is late, and does not keep others waiting any longer. No lock lasts longer.
+const PATIENCE: Duration = LOCK_TIMEOUT;
 /// Operations in one statement.
 const MAX_TOGETHER: usize = 256;
 /// Operations in the queue.

@@ -25,7 +25,7 @@ use self::{
     lanes::Lanes,
     schema::{ADOPTED, Table},
     session::{Cause, Session},
-    statements::{Bounds, Statements},
+    statements::{Bounds, Commit, Statements},
 };
 use super::{ClaimStore, Completion, Record, StoreError, StoreErrorKind, StoreFuture, StoreId};
 use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, Scope};
@@ -65,6 +65,7 @@ struct Shared {
     statements: Statements,
     table: Table,
     timeout: Duration,
+    bounds: Bounds,
     adopt_scope: Option<Scope>,
 }
 
@@ -141,7 +142,7 @@ impl PgStore {
             let bounds = Bounds {
                 lock: MIGRATION_LOCK_TIMEOUT,
                 statement: MIGRATION_TIMEOUT,
-                durable: true,
+                commit: Commit::Durable,
             };
             // One message: an error anywhere ends it, and closing the connection rolls it back.
             client

@@ -1,6 +1,11 @@
 //! The protocol by statements: what each operation asks, and how its rows are read.
 
-use std::{collections::BTreeSet, slice::from_ref, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    slice::from_ref,
+    sync::Arc,
+    time::Duration,
+};
 
 use tokio::time::{Instant, sleep};
 use tokio_postgres::{Row, types::Type};
@@ -9,7 +14,7 @@ use super::{
     Shared,
     lanes::{self, Lane, Operation},
     session::{Ask, Failure, Param, jitter},
-    statements::Bounds,
+    statements::{Bounds, Commit},
 };
 use crate::{
     claim::{self, Claim, ClaimOutcome, ClaimToken, EventKey, Held, OnClaim, State},
@@ -66,7 +71,7 @@ impl Shared {
         let ask = Ask {
             attempted: Look::ATTEMPTED,
             sql,
-            bounds: Bounds { durable: true, ..self.bounds_within(claim.lease) },
+            bounds: self.bounds_within(claim.lease),
             params: &[
                 (&claim.key.scope().as_str(), Type::TEXT),
                 (&claim.key.as_str(), Type::TEXT),
@@ -85,8 +90,7 @@ impl Shared {
         completion: Completion,
     ) -> Result<Held, StoreError> {
         let end = End { key: key.clone(), token, state: State::Done, completion };
-        let found = lanes::ask(self, end, self.deadline()).await?;
-        Ok(if found { Held::Yes } else { Held::Lost })
+        Ok(if self.end(end).await? { Held::Yes } else { Held::Lost })
     }
 
     pub(super) async fn fail(
@@ -96,8 +100,20 @@ impl Shared {
         retention: Duration,
     ) -> Result<bool, StoreError> {
         let completion = Completion::new(None, retention);
-        let end = End { key: key.clone(), token, state: State::Failed, completion };
-        Ok(lanes::ask(self, end, self.deadline()).await?)
+        self.end(End { key: key.clone(), token, state: State::Failed, completion }).await
+    }
+
+    async fn end(self: &Arc<Self>, end: End) -> Result<bool, StoreError> {
+        let deadline = self.deadline();
+        loop {
+            match lanes::ask(self, end.clone(), deadline).await {
+                // A renewal that is not committed, say. It is waited for here, not in the lane.
+                Err(Failure::Locked(_)) if Instant::now() + LOCK_TIMEOUT < deadline => {
+                    sleep(jitter()).await;
+                }
+                answer => return Ok(answer?),
+            }
+        }
     }
 
     pub(super) async fn renew(
@@ -129,10 +145,7 @@ impl Shared {
         let ask = Ask {
             attempted: "renew the leases",
             sql: &self.statements.renew,
-            bounds: match each.len() {
-                1 => self.bounds_within(shortest),
-                _ => self.bounds_together(shortest),
-            },
+            bounds: self.bounds_within(shortest),
             params: &params,
         };
         let mut held = BTreeSet::new();
@@ -151,7 +164,7 @@ impl Shared {
         let ask = Ask {
             attempted: "forget the key",
             sql: &self.statements.forget,
-            bounds: Bounds { durable: true, ..self.bounds() },
+            bounds: Bounds { lock: self.timeout / 2, commit: Commit::Durable, ..self.bounds },
             params: &params,
         };
         let rows = self.session.ask(&ask, self.deadline()).await?;
@@ -164,7 +177,7 @@ impl Shared {
         let ask = Ask {
             attempted: "read the key",
             sql: &self.statements.show,
-            bounds: self.bounds(),
+            bounds: self.bounds,
             params: &params,
         };
         let rows = self.session.ask(&ask, self.deadline()).await?;
@@ -186,7 +199,7 @@ impl Shared {
         let ask = Ask {
             attempted: "purge old keys",
             sql: &self.statements.purge,
-            bounds: self.bounds(),
+            bounds: self.bounds,
             params: &[(&limit, Type::INT8)],
         };
         let rows = self.session.ask(&ask, self.deadline()).await?;
@@ -198,25 +211,17 @@ impl Shared {
         Instant::now() + self.timeout
     }
 
-    /// The same for a statement that writes a lease: the lease is counted from the statement's
-    /// beginning, and no wait may use it up.
+    /// The bounds of a statement that writes a lease: it is counted from the statement's beginning,
+    /// and no wait may use it up.
     fn bounds_within(&self, lease: Duration) -> Bounds {
-        let bounds = self.bounds();
-        Bounds { lock: bounds.lock.min(lease / 10), ..bounds }
+        Bounds { lock: self.bounds.lock.min(lease / 10), ..self.bounds }
     }
+}
 
-    /// The same for a statement for several: if one waits, it is looked for by halving, so that the
-    /// others do not wait for long.
-    fn bounds_together(&self, shortest_lease: Duration) -> Bounds {
-        let bounds = self.bounds_within(shortest_lease);
-        Bounds { lock: bounds.lock.min(LOCK_TOGETHER), ..bounds }
-    }
-
-    /// The server gives up before we do, so that its answer is heard: lock, then statement, then
-    /// our own deadline.
-    fn bounds(&self) -> Bounds {
-        Bounds { lock: self.timeout / 2, statement: self.timeout / 10 * 9, durable: false }
-    }
+/// The bounds of a statement. The server gives up before we do, so that its answer is heard: lock,
+/// then statement, then our own deadline.
+pub(super) fn bounds(timeout: Duration, commit: Commit) -> Bounds {
+    Bounds { lock: LOCK_TIMEOUT.min(timeout / 2), statement: timeout / 10 * 9, commit }
 }
 
 /// A claim's first statement: inserts the key or reads what there is; nothing says look again.
@@ -247,11 +252,10 @@ impl Operation for Look {
         deadline: Instant,
     ) -> Result<Vec<Result<Self::Answer, Failure>>, Failure> {
         let shortest = many.iter().map(|look| look.0.lease).min().unwrap_or_default();
-        let claims = many.iter().map(|look| &look.0);
         let ask = Ask {
             attempted: Self::ATTEMPTED,
             sql: &shared.statements.claim_many,
-            bounds: Bounds { durable: true, ..shared.bounds_together(shortest) },
+            bounds: shared.bounds_within(shortest),
             params: &[
                 (&each(many, |look| look.0.key.scope().as_str()), Type::TEXT_ARRAY),
                 (&each(many, |look| look.0.key.as_str()), Type::TEXT_ARRAY),
@@ -260,9 +264,13 @@ impl Operation for Look {
                 (&each(many, |look| millis(look.0.retention)), Type::INT8_ARRAY),
             ],
         };
-        let mut answers: Vec<_> = claims.map(|_| Ok(None)).collect();
+        let places: HashMap<_, _> =
+            many.iter().map(|look| &look.0.token.as_bytes()[..]).zip(0..).collect();
+        let mut answers: Vec<_> = many.iter().map(|_| Ok(None)).collect();
         for row in shared.session.ask(&ask, deadline).await? {
-            let Some(answer) = answers.get_mut(place(&row)?) else { continue };
+            let asked: &[u8] = row.try_get("asked").map_err(unreadable)?;
+            let answer = places.get(asked).and_then(|place| answers.get_mut::<usize>(*place));
+            let Some(answer) = answer else { continue };
             // Inserted rows come first, and count.
             if matches!(answer, Ok(None)) {
                 *answer = found(&row).map(Some).map_err(Failure::Failed);
@@ -304,7 +312,7 @@ impl Operation for End {
         let ask = Ask {
             attempted: Self::ATTEMPTED,
             sql: &shared.statements.end,
-            bounds: Bounds { durable: true, ..shared.bounds() },
+            bounds: shared.bounds,
             params: &[
                 (&self.key.scope().as_str(), Type::TEXT),
                 (&self.key.as_str(), Type::TEXT),
@@ -325,7 +333,7 @@ impl Operation for End {
         let ask = Ask {
             attempted: Self::ATTEMPTED,
             sql: &shared.statements.end_many,
-            bounds: Bounds { durable: true, ..shared.bounds_together(Duration::MAX) },
+            bounds: shared.bounds,
             params: &[
                 (&each(many, |end| end.key.scope().as_str()), Type::TEXT_ARRAY),
                 (&each(many, |end| end.key.as_str()), Type::TEXT_ARRAY),
@@ -379,8 +387,8 @@ fn attempt(row: &Row) -> Result<u32, StoreError> {
 }
 
 fn time(row: &Row, column: &str) -> Result<Duration, StoreError> {
-    let millis: i64 = row.try_get(column).map_err(unreadable)?;
-    u64::try_from(millis).map(Duration::from_millis).map_err(unreadable)
+    let seconds: f64 = row.try_get(column).map_err(unreadable)?;
+    Duration::try_from_secs_f64(seconds.max(0.0)).map_err(unreadable)
 }
 
 fn response_status(row: &Row) -> Result<Option<u16>, StoreError> {
@@ -403,8 +411,9 @@ fn millis(time: Duration) -> i64 {
 const HELD_BY_A_TRANSACTION: ClaimOutcome =
     ClaimOutcome::InProgress { lease_left: Duration::from_secs(1) };
 
-/// How long a statement for several waits for one.
-const LOCK_TOGETHER: Duration = Duration::from_millis(20);
+/// How long a statement waits for a row that another transaction has locked. In a lane it keeps
+/// others waiting meanwhile, and the answer is known: such a key is in progress.
+pub(super) const LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 const MAX_LOOKS: u32 = 12;
 const LOOKS_WITHOUT_A_PAUSE: u32 = 2;
 /// A thousand years.

@@ -26,6 +26,8 @@ pub(super) struct Session {
     pub(super) own: bool,
     /// Whether statements are prepared under a name.
     pub(super) named: bool,
+    /// The bounds that its connections have from the start.
+    pub(super) standing: Option<Bounds>,
 }
 
 /// One statement in a transaction of its own.
@@ -124,7 +126,7 @@ impl Session {
     /// One try. The connection goes back to the pool only if nothing on it is left open.
     async fn once(&self, ask: &Ask<'_>, deadline: Instant) -> Result<Vec<Row>, Trouble> {
         let lent = self.connection(deadline).await.map_err(Trouble::NotSent)?;
-        let exchange = exchange(lent.client(), ask, self.named);
+        let exchange = self.exchange(lent.client(), ask);
         let Ok((begun, rows, committed)) = timeout_at(deadline, exchange).await else {
             // The other idle connections lead to the same silence.
             self.drop_idle();
@@ -162,6 +164,40 @@ impl Session {
         }
     }
 
+    /// Begin, statement, commit: sent together, in this order. The statement alone, if the session
+    /// has the same bounds.
+    async fn exchange(
+        &self,
+        client: &ClientWrapper,
+        ask: &Ask<'_>,
+    ) -> (Answers<()>, Answers<Vec<Row>>, Answers<()>) {
+        // Before all else, since preparing takes a round trip when it is the first time.
+        let statement = if self.named {
+            let types: Vec<_> = ask.params.iter().map(|(_, kind)| kind.clone()).collect();
+            match client.prepare_typed_cached(ask.sql, &types).await {
+                Ok(statement) => Some(statement),
+                Err(error) => return (Ok(()), Err(error), Ok(())),
+            }
+        } else {
+            None
+        };
+        let rows = async {
+            match &statement {
+                None => client.query_typed(ask.sql, ask.params).await,
+                Some(statement) => {
+                    let values: Vec<_> = ask.params.iter().map(|(value, _)| *value).collect();
+                    client.query(statement, &values).await
+                }
+            }
+        };
+        if self.standing == Some(ask.bounds) {
+            return (Ok(()), rows.await, Ok(()));
+        }
+        let opening = opening(&ask.bounds);
+        // Each is put on the wire when it is first polled.
+        join!(biased; client.batch_execute(&opening), rows, client.batch_execute(CLOSING))
+    }
+
     fn drop_idle(&self) {
         if self.own {
             self.pool.retain(|_, _| false);
@@ -170,35 +206,6 @@ impl Session {
 }
 
 type Answers<T> = Result<T, tokio_postgres::Error>;
-
-/// Begin, statement, commit: sent together, in this order.
-async fn exchange(
-    client: &ClientWrapper,
-    ask: &Ask<'_>,
-    named: bool,
-) -> (Answers<()>, Answers<Vec<Row>>, Answers<()>) {
-    let opening = opening(&ask.bounds);
-    let statement = if named {
-        let types: Vec<_> = ask.params.iter().map(|(_, kind)| kind.clone()).collect();
-        match client.prepare_typed_cached(ask.sql, &types).await {
-            Ok(statement) => Some(statement),
-            Err(error) => return (Ok(()), Err(error), Ok(())),
-        }
-    } else {
-        None
-    };
-    let rows = async {
-        match &statement {
-            None => client.query_typed(ask.sql, ask.params).await,
-            Some(statement) => {
-                let values: Vec<_> = ask.params.iter().map(|(value, _)| *value).collect();
-                client.query(statement, &values).await
-            }
-        }
-    };
-    // Each is put on the wire when it is first polled.
-    join!(biased; client.batch_execute(&opening), rows, client.batch_execute(CLOSING))
-}
 
 /// What stood in the way of one try.
 enum Trouble {

@@ -1,11 +1,12 @@
 //! Every statement that a request or a holder sends. Migrations are in [`schema`](super::schema).
 //!
-//! Each is sent between [`opening`] and [`CLOSING`], all three in one round trip: the isolation is
-//! pinned, whatever the database defaults to, and no wait is without a bound. Values go as
-//! parameters of builtin types, columns by name and cast to what is read, so that a later version may
-//! add or widen some; only the table's quoted name is put into the text.
+//! Each is sent between [`opening`] and [`CLOSING`], all three in one round trip, or alone on a
+//! connection that has had [`standing`]: the isolation is pinned, whatever the database defaults to,
+//! and no wait is without a bound. Values go as parameters of builtin types, columns by name and cast
+//! to what is read, so that a later version may add or widen some; only the table's quoted name is
+//! put into the text.
 //!
-//! Durations are parameters in milliseconds. All time is `now()`, the beginning of the
+//! Durations are parameters in milliseconds, and results in seconds. All time is `now()`, the beginning of the
 //! transaction, but what is left of a lease is told by `clock_timestamp()`, so that a lease
 //! written after a wait is seen to be short.
 
@@ -33,9 +34,9 @@ impl Statements {
         Self {
             // Inserts a row for the key, or reads the one that is there.
             //
-            // Parameters: scope, key, token, lease, retention. Rows: the row, with `inserted`; none
-            // if the row that stood in the way was not committed when the statement began (its
-            // snapshot is older): look again. Two if one was deleted meanwhile; the inserted counts.
+            // Parameters: scope, key, token, lease, retention. Rows: the row; none if the one that
+            // stood in the way was not committed when the statement began (its snapshot is older):
+            // look again.
             // Locks: the new row's. A key that is there is read without a lock and without WAL, but
             // one that an open transaction has inserted is waited for, up to the lock timeout.
             // Index: the primary key.
@@ -48,45 +49,39 @@ impl Statements {
                      ON CONFLICT (scope, event_key) DO NOTHING
                      RETURNING lease_until
                  )
-                 SELECT true AS inserted, 'in_progress' AS status, true AS mine, 1 AS attempt,
-                        {lease_left} AS lease_left, false AS expired, NULL::int2 AS response_status
-                 FROM inserted
+                 SELECT {new} FROM inserted
                  UNION ALL
-                 SELECT false, status::text, coalesce(token = $3, false), attempt::int4,
-                        {lease_left}, expires_at <= now(), response_status::int2
-                 FROM {table} WHERE scope = $1 AND event_key = $2",
-                lease_left = left("lease_until"),
+                 SELECT {there} FROM {table} AS there WHERE scope = $1 AND event_key = $2",
+                new = new("inserted"),
+                there = there("$3"),
             ),
             // The same for several keys.
             //
             // Parameters: arrays of scope, key, token, lease, retention; sorted by key, each key
-            // once. Rows: as `claim`, with the place (from 1) of each; the locks of the new rows are
-            // taken in the order of the keys.
+            // once. Rows: as `claim`, with the token of the claim that each answers; those of
+            // inserted rows come first and count, should one of them be there twice. The locks are
+            // taken in the order of the keys. What is there is read only if something was not
+            // inserted.
             claim_many: format!(
-                "WITH asked AS (
-                     SELECT * FROM unnest($1, $2, $3, $4, $5) WITH ORDINALITY
-                         AS asked(scope, event_key, token, lease, retention, place)
-                 ), inserted AS (
+                "WITH inserted AS (
                      INSERT INTO {table}
                          (scope, event_key, status, token, attempt, claimed_at, lease_until, expires_at)
                      SELECT scope, event_key, 'in_progress', token, 1, now(),
                             now() + lease * {MILLISECOND},
                             now() + (lease + retention) * {MILLISECOND}
-                     FROM asked ORDER BY place
+                     FROM unnest($1, $2, $3, $4, $5)
+                         AS asked(scope, event_key, token, lease, retention)
                      ON CONFLICT (scope, event_key) DO NOTHING
-                     RETURNING scope, event_key, lease_until
+                     RETURNING token, lease_until
                  )
-                 SELECT asked.place, true AS inserted, 'in_progress' AS status, true AS mine,
-                        1 AS attempt, {new_left} AS lease_left, false AS expired,
-                        NULL::int2 AS response_status
-                 FROM inserted JOIN asked USING (scope, event_key)
+                 SELECT token AS asked, {new} FROM inserted
                  UNION ALL
-                 SELECT asked.place, false, there.status::text,
-                        coalesce(there.token = asked.token, false), there.attempt::int4,
-                        {there_left}, there.expires_at <= now(), there.response_status::int2
-                 FROM asked JOIN {table} AS there USING (scope, event_key)",
-                new_left = left("inserted.lease_until"),
-                there_left = left("there.lease_until"),
+                 SELECT asked.token, {there}
+                 FROM unnest($1, $2, $3) AS asked(scope, event_key, token)
+                      JOIN {table} AS there USING (scope, event_key)
+                 WHERE (SELECT count(*) FROM inserted) < cardinality($1)",
+                new = new("inserted"),
+                there = there("asked.token"),
             ),
             // Takes a key that is free: failed, its lease over, or its retention over.
             //
@@ -114,12 +109,10 @@ impl Statements {
             end: format!(
                 "UPDATE {table} AS held
                  SET {ended}
-                 FROM (VALUES ($1, $2, $3, $4, $5, $6))
-                     AS ended(scope, event_key, token, state, response_status, retention)
-                 WHERE {holds}
+                 WHERE held.scope = $1 AND held.event_key = $2 AND {holds}
                  RETURNING true",
-                ended = ended(),
-                holds = HOLDS_OR_IS_DONE,
+                ended = ended("$4", "$5", "$6"),
+                holds = holds_or_is_done("$3", "$4"),
             ),
             // The same for several keys.
             //
@@ -130,10 +123,10 @@ impl Statements {
                  SET {ended}
                  FROM unnest($1, $2, $3, $4, $5, $6) WITH ORDINALITY
                      AS ended(scope, event_key, token, state, response_status, retention, place)
-                 WHERE {holds}
+                 WHERE held.scope = ended.scope AND held.event_key = ended.event_key AND {holds}
                  RETURNING ended.place",
-                ended = ended(),
-                holds = HOLDS_OR_IS_DONE,
+                ended = ended("ended.state", "ended.response_status", "ended.retention"),
+                holds = holds_or_is_done("ended.token", "ended.state"),
             ),
             // Moves leases on.
             //
@@ -192,56 +185,102 @@ impl Statements {
 /// Begins the transaction of one statement: isolation and bounds of its own, whatever the session
 /// or the database has set.
 pub(super) fn opening(bounds: &Bounds) -> String {
-    let mut opening = String::from("BEGIN ISOLATION LEVEL READ COMMITTED");
-    for (setting, bound) in [("lock_timeout", bounds.lock), ("statement_timeout", bounds.statement)]
-    {
-        // Zero would mean no bound.
-        let millis = bound.as_millis().clamp(1, i32::MAX as u128);
-        // Writing to a string does not fail.
-        let _ = write!(opening, "; SET LOCAL {setting} = {millis}");
-    }
-    if bounds.durable {
-        opening.push_str(
-            "; SELECT set_config('synchronous_commit', 'on', true) \
-             WHERE current_setting('synchronous_commit') = 'off'",
-        );
-    }
-    opening
+    let begin = "BEGIN ISOLATION LEVEL READ COMMITTED";
+    begin.to_owned() + &bounds.settings("SET LOCAL", true)
+}
+
+/// The same for a whole session, after which a statement may go alone. Only for connections that
+/// nobody else has: a pooler would refuse it, or hand it on.
+pub(super) fn standing(bounds: &Bounds) -> String {
+    let isolate = "SET default_transaction_isolation = 'read committed'";
+    isolate.to_owned() + &bounds.settings("SET", false)
 }
 
 /// Ends the transaction of one statement.
 pub(super) const CLOSING: &str = "COMMIT";
 
-/// How long a statement may wait, and whether its commit must reach the disk.
-#[derive(Clone, Copy, Debug)]
+/// How long a statement may wait, and what its commit waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Bounds {
     pub(super) lock: Duration,
     pub(super) statement: Duration,
-    pub(super) durable: bool,
+    pub(super) commit: Commit,
+}
+
+/// What a commit waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Commit {
+    /// For the disk, and for standbys if the database says so.
+    Durable,
+    /// For nothing: the server writes it within a moment.
+    Soon,
+}
+
+impl Bounds {
+    fn settings(&self, set: &str, local: bool) -> String {
+        let mut settings = String::new();
+        for (setting, bound) in [("lock_timeout", self.lock), ("statement_timeout", self.statement)]
+        {
+            // Zero would mean no bound.
+            let millis = bound.as_millis().clamp(1, i32::MAX as u128);
+            // Writing to a string does not fail.
+            let _ = write!(settings, "; {set} {setting} = {millis}");
+        }
+        let _ = match self.commit {
+            // `remote_apply`, say, is kept.
+            Commit::Durable => write!(
+                settings,
+                "; SELECT set_config('synchronous_commit', 'on', {local}) \
+                 WHERE current_setting('synchronous_commit') = 'off'",
+            ),
+            Commit::Soon => write!(settings, "; {set} synchronous_commit = off"),
+        };
+        settings
+    }
+}
+
+/// A row that a claim has inserted, as it is read.
+fn new(inserted: &str) -> String {
+    format!(
+        "'in_progress' AS status, true AS mine, 1 AS attempt, {lease_left} AS lease_left,
+                        false AS expired, NULL::int2 AS response_status",
+        lease_left = left(&format!("{inserted}.lease_until")),
+    )
+}
+
+/// A row that a claim has found, the same columns.
+fn there(token: &str) -> String {
+    format!(
+        "there.status::text, coalesce(there.token = {token}, false), there.attempt::int4,
+                        {lease_left}, there.expires_at <= now(), there.response_status::int2",
+        lease_left = left("there.lease_until"),
+    )
 }
 
 /// What becomes of a row that ends; nothing, if it is done already.
-fn ended() -> String {
+fn ended(state: &str, response_status: &str, retention: &str) -> String {
     format!(
-        "status = ended.state,
+        "status = {state},
                      done_at = CASE WHEN held.status = 'done' THEN held.done_at
-                                    WHEN ended.state = 'done' THEN now() END,
+                                    WHEN {state} = 'done' THEN now() END,
                      response_status = CASE held.status WHEN 'done' THEN held.response_status
-                                       ELSE ended.response_status END,
+                                       ELSE {response_status} END,
                      expires_at = CASE held.status WHEN 'done' THEN held.expires_at
-                                  ELSE now() + ended.retention * {MILLISECOND} END"
+                                  ELSE now() + {retention} * {MILLISECOND} END"
     )
 }
 
 /// The holder's rows, and those that it has marked done if it marks them again.
-const HOLDS_OR_IS_DONE: &str =
-    "held.scope = ended.scope AND held.event_key = ended.event_key AND held.token = ended.token
-                   AND (held.status = 'in_progress'
-                        OR held.status = 'done' AND ended.state = 'done')";
+fn holds_or_is_done(token: &str, state: &str) -> String {
+    format!(
+        "held.token = {token}
+                   AND (held.status = 'in_progress' OR held.status = 'done' AND {state} = 'done')"
+    )
+}
 
-/// What is left until a time, in whole milliseconds rounded up, and not less than zero.
+/// What is left until a time, in seconds; negative if it is over.
 fn left(until: &str) -> String {
-    format!("ceil(greatest(extract(epoch FROM {until} - clock_timestamp()) * 1000, 0))::int8")
+    format!("date_part('epoch', {until} - clock_timestamp())")
 }
 
 const MILLISECOND: &str = "interval '1 millisecond'";

@@ -24,6 +24,11 @@ pub fn own() -> Throwaway {
     start(Durability::Durable)
 }
 
+/// The same for tests that look at nothing but its log.
+pub fn own_fast() -> Throwaway {
+    start(Durability::Fast)
+}
+
 fn start(durability: Durability) -> Throwaway {
     Throwaway::start(durability).unwrap_or_else(|error| panic!("{error}"))
 }
