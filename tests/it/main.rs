@@ -9,6 +9,7 @@
     reason = "a test that fails says so by panicking"
 )]
 
+mod cache;
 mod deduplicator;
 mod hosts;
 mod lanes;

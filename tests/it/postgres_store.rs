@@ -131,11 +131,12 @@ async fn a_duplicate_and_a_claim_in_progress_write_nothing() {
 async fn a_storm_of_duplicates_writes_no_wal() {
     let server = tokio::task::spawn_blocking(postgres::own).await.unwrap();
     let db = Schema::on(&server.url()).await;
-    let store = db.builder().connect(db.bare_url()).await.unwrap();
-    store.migrate().await.unwrap();
-    let finished = claim("finished");
-    store.claim(&finished).await.unwrap();
-    store.complete(&finished.key, finished.token, done()).await.unwrap();
+    let store = db.store().await;
+    let finished = || (0..40).map(|n| claim(&n.to_string()));
+    for one in finished() {
+        store.claim(&one).await.unwrap();
+        store.complete(&one.key, one.token, done()).await.unwrap();
+    }
     let client = db.client().await;
     let written = async || {
         let row = client.query_typed_one("SELECT pg_current_wal_insert_lsn()::text", &[]);
@@ -146,9 +147,9 @@ async fn a_storm_of_duplicates_writes_no_wal() {
     loop {
         let before = written().await;
         let mut asking = JoinSet::new();
-        for _ in 0..40 {
+        for one in finished().chain(finished()) {
             let store = store.clone();
-            asking.spawn(async move { store.claim(&claim("finished")).await.unwrap() });
+            asking.spawn(async move { store.claim(&one).await.unwrap() });
         }
         for outcome in asking.join_all().await {
             assert_eq!(outcome, ClaimOutcome::Done { status: Some(200) });

@@ -32,15 +32,18 @@ mod in_memory {
 struct InPostgres {
     schema: Schema,
     store: PgStore,
+    /// How long the store may answer from its cache.
+    cached: Duration,
 }
 
 impl InPostgres {
-    async fn new(named: bool, settings: &str) -> Self {
+    async fn new(named: bool, settings: &str, cached: Duration) -> Self {
         let schema = postgres::schema().await;
         let url = format!("{}{settings}", schema.bare_url());
-        let store = schema.builder().named_statements(named).connect(&url).await.unwrap();
+        let builder = schema.builder().named_statements(named).done_cache(100, cached);
+        let store = builder.connect(&url).await.unwrap();
         store.migrate().await.unwrap();
-        Self { schema, store }
+        Self { schema, store, cached }
     }
 }
 
@@ -53,6 +56,7 @@ impl Subject for InPostgres {
 
     async fn elapse(&self, by: Duration) {
         self.schema.elapse(by).await;
+        tokio::time::sleep(self.cached).await;
     }
 }
 
@@ -61,7 +65,7 @@ mod in_postgres {
 
     conformance_tests! {
         #[tokio::test]
-        InPostgres::new(false, "").await
+        InPostgres::new(false, "", Duration::ZERO).await
     }
 }
 
@@ -70,7 +74,7 @@ mod in_postgres_with_named_statements {
 
     conformance_tests! {
         #[tokio::test]
-        InPostgres::new(true, "").await
+        InPostgres::new(true, "", Duration::ZERO).await
     }
 }
 
@@ -79,6 +83,19 @@ mod in_postgres_that_defaults_to_serializable {
 
     conformance_tests! {
         #[tokio::test]
-        InPostgres::new(false, "?options=-c%20default_transaction_isolation%3Dserializable").await
+        InPostgres::new(
+            false,
+            "?options=-c%20default_transaction_isolation%3Dserializable",
+            Duration::ZERO,
+        ).await
+    }
+}
+
+mod in_postgres_with_a_cache {
+    use super::*;
+
+    conformance_tests! {
+        #[tokio::test]
+        InPostgres::new(false, "", Duration::from_millis(100)).await
     }
 }

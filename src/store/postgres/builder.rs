@@ -6,6 +6,7 @@ use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod};
 
 use super::{
     PgStore, Shared,
+    cache::DoneKeys,
     connect::Target,
     lanes::Lanes,
     operations::bounds,
@@ -29,6 +30,7 @@ pub struct PgStoreBuilder {
     timeout: Duration,
     named_statements: bool,
     synchronous_commit: bool,
+    done_cache: (usize, Duration),
     adopt_scope: Option<Scope>,
 }
 
@@ -42,6 +44,7 @@ impl Default for PgStoreBuilder {
             timeout: Duration::from_secs(3),
             named_statements: false,
             synchronous_commit: true,
+            done_cache: (10_000, Duration::from_secs(10)),
             adopt_scope: None,
         }
     }
@@ -114,6 +117,19 @@ impl PgStoreBuilder {
         self
     }
 
+    /// How many keys that are done are kept in this process, and for how long, so that a storm of
+    /// duplicates is answered without the database. Default: 10,000 keys (about two megabytes if
+    /// they are short) for 10 seconds; 0 keys turn it off. At most 10 minutes.
+    ///
+    /// A key is kept only once its done mark is committed, and never longer than its retention.
+    /// [`forget`](crate::ClaimStore::forget) drops it from this store and its clones at once. Who
+    /// forgets it elsewhere, in another process or by SQL, waits for as long before the event is
+    /// delivered again: until then it may be answered as a duplicate here.
+    pub fn done_cache(mut self, keys: usize, age: Duration) -> Self {
+        self.done_cache = (keys, age);
+        self
+    }
+
     /// The scope of rows that [`migrate`](PgStore::migrate) adopts: the one that the layer in front
     /// of their events is given. Default: `adopted`, with a warning, since a layer of another scope
     /// does not know them.
@@ -181,6 +197,7 @@ impl PgStoreBuilder {
 
     pub(super) fn build(self, table: Table, pool: Pool, own: bool) -> PgStore {
         let bounds = self.bounds();
+        let (keys, age) = self.done_cache;
         let shared = Shared {
             id: StoreId::unique(),
             session: Session {
@@ -190,6 +207,7 @@ impl PgStoreBuilder {
                 standing: (own && self.named_statements).then_some(bounds),
             },
             lanes: Lanes::default(),
+            done: DoneKeys::new(keys, age),
             statements: Statements::on(&table),
             table,
             timeout: self.timeout,
@@ -217,6 +235,11 @@ impl PgStoreBuilder {
                 )));
             }
         }
+        if self.done_cache.1 > LONGEST_CACHE_AGE {
+            return Err(refused(format!(
+                "the age of the done cache must be at most {LONGEST_CACHE_AGE:?}"
+            )));
+        }
         Table::new(self.schema.as_deref(), &self.table).map_err(refused)
     }
 }
@@ -227,4 +250,5 @@ fn refused(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> StoreE
 }
 
 const SHORTEST_TIMEOUT: Duration = Duration::from_millis(10);
+const LONGEST_CACHE_AGE: Duration = Duration::from_secs(600);
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(600);

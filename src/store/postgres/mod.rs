@@ -1,10 +1,11 @@
 //! Claims in Postgres.
 //!
 //! [`operations`] is the protocol by statements, [`lanes`] sends those that wait together,
-//! [`session`] carries one statement out. [`statements`] has all SQL of requests, [`schema`] that of
+//! [`session`] carries one statement out, [`cache`] knows what was done lately. [`statements`] has all SQL of requests, [`schema`] that of
 //! migrations. [`connect`] and [`tls`] make connections, [`error`] knows SQLSTATEs.
 
 mod builder;
+mod cache;
 mod connect;
 mod error;
 mod lanes;
@@ -22,6 +23,7 @@ use tokio::time::{Instant, timeout_at};
 
 pub use self::builder::PgStoreBuilder;
 use self::{
+    cache::DoneKeys,
     lanes::Lanes,
     schema::{ADOPTED, Table},
     session::{Cause, Session},
@@ -62,6 +64,7 @@ struct Shared {
     id: StoreId,
     session: Session,
     lanes: Lanes,
+    done: DoneKeys,
     statements: Statements,
     table: Table,
     timeout: Duration,

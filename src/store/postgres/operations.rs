@@ -24,22 +24,31 @@ use crate::{
 impl Shared {
     /// One round trip tells what there is; a second one takes what is free.
     pub(super) async fn claim(self: &Arc<Self>, claim: &Claim) -> Result<ClaimOutcome, StoreError> {
+        if let Some(status) = self.done.get(&claim.key) {
+            return Ok(ClaimOutcome::Done { status });
+        }
+        let as_of = self.done.as_of();
         let deadline = self.deadline();
         for look in 0..MAX_LOOKS {
             if look >= LOOKS_WITHOUT_A_PAUSE {
                 sleep(jitter()).await;
             }
-            let row = match lanes::ask(self, Look(claim.clone()), deadline).await {
-                Ok(row) => row,
+            let found = match lanes::ask(self, Look(claim.clone()), deadline).await {
+                Ok(found) => found,
                 // A transaction that is not committed has the row: another claim, mid-way.
                 Err(Failure::Locked(_)) => return Ok(HELD_BY_A_TRANSACTION),
                 Err(failure) => return Err(failure.into()),
             };
             // The row that was in the way was committed after the statement began.
-            let Some(row) = row else { continue };
+            let Some(Found { row, retention_left }) = found else { continue };
             let (attempt, lease_left) = match claim::on_claim(Some(&row)) {
                 OnClaim::Answer(ClaimOutcome::Claimed { attempt }) => (attempt, row.lease_left),
-                OnClaim::Answer(answer) => return Ok(answer),
+                OnClaim::Answer(answer) => {
+                    if let ClaimOutcome::Done { status } = answer {
+                        self.done.keep(&claim.key, status, retention_left, as_of);
+                    }
+                    return Ok(answer);
+                }
                 OnClaim::Take { .. } => {
                     let taken = self.look(claim, &self.statements.take, deadline).await;
                     match taken {
@@ -89,8 +98,11 @@ impl Shared {
         token: ClaimToken,
         completion: Completion,
     ) -> Result<Held, StoreError> {
+        let as_of = self.done.as_of();
         let end = End { key: key.clone(), token, state: State::Done, completion };
-        Ok(if self.end(end).await? { Held::Yes } else { Held::Lost })
+        let Some(Ended { status }) = self.end(end).await? else { return Ok(Held::Lost) };
+        self.done.keep(key, status, completion.retention, as_of);
+        Ok(Held::Yes)
     }
 
     pub(super) async fn fail(
@@ -100,10 +112,11 @@ impl Shared {
         retention: Duration,
     ) -> Result<bool, StoreError> {
         let completion = Completion::new(None, retention);
-        self.end(End { key: key.clone(), token, state: State::Failed, completion }).await
+        let end = End { key: key.clone(), token, state: State::Failed, completion };
+        Ok(self.end(end).await?.is_some())
     }
 
-    async fn end(self: &Arc<Self>, end: End) -> Result<bool, StoreError> {
+    async fn end(self: &Arc<Self>, end: End) -> Result<Option<Ended>, StoreError> {
         let deadline = self.deadline();
         loop {
             match lanes::ask(self, end.clone(), deadline).await {
@@ -167,8 +180,10 @@ impl Shared {
             bounds: Bounds { lock: self.timeout / 2, commit: Commit::Durable, ..self.bounds },
             params: &params,
         };
-        let rows = self.session.ask(&ask, self.deadline()).await?;
-        rows.first().map_or(Ok(false), |row| row.try_get(0).map_err(unreadable))
+        let asked = self.session.ask(&ask, self.deadline()).await;
+        // Also if it failed: it may have been carried out.
+        self.done.forget(key);
+        asked?.first().map_or(Ok(false), |row| row.try_get(0).map_err(unreadable))
     }
 
     pub(super) async fn show(&self, key: &EventKey) -> Result<Option<Record>, StoreError> {
@@ -224,12 +239,20 @@ pub(super) fn bounds(timeout: Duration, commit: Commit) -> Bounds {
     Bounds { lock: LOCK_TIMEOUT.min(timeout / 2), statement: timeout / 10 * 9, commit }
 }
 
+/// A row as a claim finds it, or has made it.
+#[derive(Debug)]
+pub(super) struct Found {
+    row: claim::Row,
+    /// Zero for one that it has made.
+    retention_left: Duration,
+}
+
 /// A claim's first statement: inserts the key or reads what there is; nothing says look again.
 #[derive(Clone, Debug)]
 pub(super) struct Look(Claim);
 
 impl Operation for Look {
-    type Answer = Option<claim::Row>;
+    type Answer = Option<Found>;
 
     const ATTEMPTED: &'static str = "claim the key";
 
@@ -280,7 +303,13 @@ impl Operation for Look {
     }
 }
 
-/// A claim's end: marks it done, or frees it; says whether it was there.
+/// A claim that has ended, with the status that its row has now.
+#[derive(Debug)]
+pub(super) struct Ended {
+    status: Option<u16>,
+}
+
+/// A claim's end: marks it done, or frees it; nothing, if it is not held.
 #[derive(Clone, Debug)]
 pub(super) struct End {
     key: EventKey,
@@ -296,7 +325,7 @@ impl End {
 }
 
 impl Operation for End {
-    type Answer = bool;
+    type Answer = Option<Ended>;
 
     const ATTEMPTED: &'static str = "mark the key done or free it";
 
@@ -308,7 +337,7 @@ impl Operation for End {
         &self.key
     }
 
-    async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<bool, Failure> {
+    async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<Self::Answer, Failure> {
         let ask = Ask {
             attempted: Self::ATTEMPTED,
             sql: &shared.statements.end,
@@ -322,14 +351,14 @@ impl Operation for End {
                 (&millis(self.completion.retention), Type::INT8),
             ],
         };
-        Ok(!shared.session.ask(&ask, deadline).await?.is_empty())
+        Ok(shared.session.ask(&ask, deadline).await?.first().map(ended).transpose()?)
     }
 
     async fn together(
         many: &[Self],
         shared: &Shared,
         deadline: Instant,
-    ) -> Result<Vec<Result<bool, Failure>>, Failure> {
+    ) -> Result<Vec<Result<Self::Answer, Failure>>, Failure> {
         let ask = Ask {
             attempted: Self::ATTEMPTED,
             sql: &shared.statements.end_many,
@@ -343,13 +372,13 @@ impl Operation for End {
                 (&each(many, |end| millis(end.completion.retention)), Type::INT8_ARRAY),
             ],
         };
-        let mut there: Vec<_> = many.iter().map(|_| Ok(false)).collect();
+        let mut answers: Vec<_> = many.iter().map(|_| Ok(None)).collect();
         for row in shared.session.ask(&ask, deadline).await? {
-            if let Some(there) = there.get_mut(place(&row)?) {
-                *there = Ok(true);
+            if let Some(answer) = answers.get_mut(place(&row)?) {
+                *answer = ended(&row).map(Some).map_err(Failure::Failed);
             }
         }
-        Ok(there)
+        Ok(answers)
     }
 }
 
@@ -364,16 +393,22 @@ fn place(row: &Row) -> Result<usize, StoreError> {
     usize::try_from(place - 1).map_err(unreadable)
 }
 
-/// The row as a claim finds it, or has made it.
-fn found(row: &Row) -> Result<claim::Row, StoreError> {
-    Ok(claim::Row {
-        state: state(row)?,
-        mine: row.try_get("mine").map_err(unreadable)?,
-        attempt: attempt(row)?,
-        lease_left: time(row, "lease_left")?,
-        expired: row.try_get("expired").map_err(unreadable)?,
-        response_status: response_status(row)?,
+fn found(row: &Row) -> Result<Found, StoreError> {
+    Ok(Found {
+        row: claim::Row {
+            state: state(row)?,
+            mine: row.try_get("mine").map_err(unreadable)?,
+            attempt: attempt(row)?,
+            lease_left: time(row, "lease_left")?,
+            expired: row.try_get("expired").map_err(unreadable)?,
+            response_status: response_status(row)?,
+        },
+        retention_left: time(row, "retention_left")?,
     })
+}
+
+fn ended(row: &Row) -> Result<Ended, StoreError> {
+    Ok(Ended { status: response_status(row)? })
 }
 
 fn state(row: &Row) -> Result<State, StoreError> {
@@ -388,7 +423,8 @@ fn attempt(row: &Row) -> Result<u32, StoreError> {
 
 fn time(row: &Row, column: &str) -> Result<Duration, StoreError> {
     let seconds: f64 = row.try_get(column).map_err(unreadable)?;
-    Duration::try_from_secs_f64(seconds.max(0.0)).map_err(unreadable)
+    // Of a time that is over, and of `infinity`.
+    Ok(Duration::from_secs_f64(seconds.clamp(0.0, LONGEST.as_secs_f64())))
 }
 
 fn response_status(row: &Row) -> Result<Option<u16>, StoreError> {
@@ -403,8 +439,8 @@ fn unreadable(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Sto
 
 /// Whole milliseconds, rounded up, within what Postgres can add to a date.
 fn millis(time: Duration) -> i64 {
-    let millis = time.as_nanos().div_ceil(1_000_000);
-    i64::try_from(millis).unwrap_or(i64::MAX).min(LONGEST_MILLIS)
+    let millis = time.min(LONGEST).as_nanos().div_ceil(1_000_000);
+    i64::try_from(millis).unwrap_or(i64::MAX)
 }
 
 /// A transaction that has the row's lock does not say how long it will keep it.
@@ -417,4 +453,4 @@ pub(super) const LOCK_TIMEOUT: Duration = Duration::from_millis(20);
 const MAX_LOOKS: u32 = 12;
 const LOOKS_WITHOUT_A_PAUSE: u32 = 2;
 /// A thousand years.
-const LONGEST_MILLIS: i64 = 1000 * 366 * 24 * 60 * 60 * 1000;
+const LONGEST: Duration = Duration::from_secs(1000 * 366 * 24 * 60 * 60);

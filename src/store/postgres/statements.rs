@@ -103,28 +103,29 @@ impl Statements {
             // Ends a claim: marks it done, or frees it. A done mark that is asked for again finds
             // itself and stays as it is.
             //
-            // Parameters: scope, key, token, state, response status, retention. Rows: one, or none
+            // Parameters: scope, key, token, state, response status, retention. Rows: the response
+            // status that is in the row now, or none
             // if the token holds the key no longer. Locks: the row's. Index: the primary key; no
             // index has a column that changes, so the update is HOT.
             end: format!(
                 "UPDATE {table} AS held
                  SET {ended}
                  WHERE held.scope = $1 AND held.event_key = $2 AND {holds}
-                 RETURNING true",
+                 RETURNING held.response_status::int2 AS response_status",
                 ended = ended("$4", "$5", "$6"),
                 holds = holds_or_is_done("$3", "$4"),
             ),
             // The same for several keys.
             //
             // Parameters: arrays of the same; sorted by key, each key once. Rows: the places (from
-            // 1) of those that are held.
+            // 1) of those that are held, and the same.
             end_many: format!(
                 "UPDATE {table} AS held
                  SET {ended}
                  FROM unnest($1, $2, $3, $4, $5, $6) WITH ORDINALITY
                      AS ended(scope, event_key, token, state, response_status, retention, place)
                  WHERE held.scope = ended.scope AND held.event_key = ended.event_key AND {holds}
-                 RETURNING ended.place",
+                 RETURNING ended.place, held.response_status::int2 AS response_status",
                 ended = ended("ended.state", "ended.response_status", "ended.retention"),
                 holds = holds_or_is_done("ended.token", "ended.state"),
             ),
@@ -243,7 +244,7 @@ impl Bounds {
 fn new(inserted: &str) -> String {
     format!(
         "'in_progress' AS status, true AS mine, 1 AS attempt, {lease_left} AS lease_left,
-                        false AS expired, NULL::int2 AS response_status",
+                        false AS expired, 0::float8 AS retention_left, NULL::int2 AS response_status",
         lease_left = left(&format!("{inserted}.lease_until")),
     )
 }
@@ -252,8 +253,10 @@ fn new(inserted: &str) -> String {
 fn there(token: &str) -> String {
     format!(
         "there.status::text, coalesce(there.token = {token}, false), there.attempt::int4,
-                        {lease_left}, there.expires_at <= now(), there.response_status::int2",
+                        {lease_left}, there.expires_at <= now(), {retention_left},
+                        there.response_status::int2",
         lease_left = left("there.lease_until"),
+        retention_left = left("there.expires_at"),
     )
 }
 
@@ -278,9 +281,10 @@ fn holds_or_is_done(token: &str, state: &str) -> String {
     )
 }
 
-/// What is left until a time, in seconds; negative if it is over.
+/// What is left until a time, in seconds; negative if it is over. Each part by itself, since
+/// `infinity` can be read and not be subtracted.
 fn left(until: &str) -> String {
-    format!("date_part('epoch', {until} - clock_timestamp())")
+    format!("date_part('epoch', {until}) - date_part('epoch', clock_timestamp())")
 }
 
 const MILLISECOND: &str = "interval '1 millisecond'";

@@ -82,9 +82,10 @@ impl Schema {
         format!("postgres://{user}:{user}@{host}")
     }
 
-    /// Settings of a store in this schema.
+    /// Settings of a store in this schema, which asks the database each time: what tests do to the
+    /// table shows at once.
     pub fn builder(&self) -> PgStoreBuilder {
-        PgStore::builder().schema(&self.name)
+        PgStore::builder().schema(&self.name).done_cache(0, Duration::ZERO)
     }
 
     /// A new store on a migrated table, with connections of its own.
