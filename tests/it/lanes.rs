@@ -102,6 +102,22 @@ async fn two_claims_of_a_key_that_wait_together_are_not_both_granted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn done_marks_of_one_claim_that_wait_together_are_all_told_yes() {
+    let db = postgres::schema().await;
+    let store = narrow(&db).await;
+    for round in 0..5 {
+        let held = claim(&round.to_string());
+        store.claim(&held).await.unwrap();
+        let mut ending = JoinSet::new();
+        for _ in 0..20 {
+            let (store, held) = (store.clone(), held.clone());
+            ending.spawn(async move { store.complete(&held.key, held.token, done()).await });
+        }
+        assert!(ending.join_all().await.into_iter().all(|ended| ended.unwrap() == Held::Yes));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn each_answer_goes_to_its_own_caller() {
     let db = postgres::schema().await;
     let store = narrow(&db).await;
