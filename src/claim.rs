@@ -12,7 +12,7 @@
 //!                   failed ─┘
 //! ```
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{cell::RefCell, fmt, sync::Arc, time::Duration};
 
 /// The longest event key, in bytes of UTF-8.
 ///
@@ -180,16 +180,44 @@ impl ClaimToken {
     ///
     /// If the operating system has no randomness to give, which on the platforms that run tokio
     /// happens only before the kernel has booted.
-    #[expect(clippy::expect_used, reason = "a token that might repeat would break the promise")]
     pub fn random() -> Self {
-        let mut token = [0; 16];
-        getrandom::fill(&mut token).expect("the operating system gave no random bytes");
-        Self(token)
+        thread_local! {
+            static DRAWN: RefCell<Drawn> = const { RefCell::new(Drawn::NOTHING) };
+        }
+        DRAWN.with_borrow_mut(|drawn| Self(drawn.next()))
     }
 
     /// The token's bytes, as a store keeps them.
     pub fn as_bytes(&self) -> &[u8; 16] {
         &self.0
+    }
+}
+
+/// Tokens drawn in advance: to ask the operating system for each costs as much as claiming in memory.
+struct Drawn {
+    tokens: Vec<[u8; 16]>,
+    /// A forked process has the same ones, and must not use them.
+    process: u32,
+}
+
+impl Drawn {
+    const NOTHING: Self = Self { tokens: Vec::new(), process: 0 };
+
+    #[expect(clippy::expect_used, reason = "a token that might repeat would break the promise")]
+    fn next(&mut self) -> [u8; 16] {
+        let process = std::process::id();
+        if self.process != process {
+            self.tokens.clear();
+            self.process = process;
+        }
+        self.tokens.pop().unwrap_or_else(|| {
+            let mut tokens = [[0; 16]; 32];
+            getrandom::fill(tokens.as_flattened_mut())
+                .expect("the operating system gave no random bytes");
+            let [token, later @ ..] = tokens;
+            self.tokens.extend(later);
+            token
+        })
     }
 }
 
@@ -433,3 +461,33 @@ pub(crate) fn check_text(text: &str, limit: usize) -> Result<(), TextError> {
 
 const SHOWN_OF_KEY: usize = 12;
 const SHOWN_OF_SCOPE: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::HashSet, process, thread};
+
+    use super::*;
+
+    #[test]
+    fn no_two_tokens_are_the_same() {
+        let draw = || (0..1000).map(|_| ClaimToken::random()).collect::<Vec<_>>();
+        let threads: Vec<_> = (0..4).map(|_| thread::spawn(draw)).collect();
+        let tokens: HashSet<_> = threads
+            .into_iter()
+            .filter_map(|thread| thread.join().ok())
+            .flatten()
+            .map(|token| *token.as_bytes())
+            .collect();
+        assert_eq!(tokens.len(), 4000);
+        assert!(!tokens.contains(&[0; 16]));
+    }
+
+    #[test]
+    fn what_another_process_has_drawn_is_not_used() {
+        let mut drawn = Drawn { tokens: vec![[1; 16]; 3], process: process::id() };
+        assert_eq!(drawn.next(), [1; 16]);
+        drawn.process += 1;
+        assert_ne!(drawn.next(), [1; 16]);
+        assert!(!drawn.tokens.contains(&[1; 16]));
+    }
+}

@@ -116,7 +116,7 @@ impl Guard {
     }
 
     /// Marks the key done, and waits for it as long as `settle_timeout` allows.
-    pub(super) async fn complete(mut self, status: Option<u16>) {
+    pub(super) async fn complete(&mut self, status: Option<u16>) {
         let settings = &self.shared.settings;
         let patience = settings.settle_timeout;
         let completion = Completion::new(status, settings.retention);
@@ -140,8 +140,8 @@ impl Guard {
     }
 
     /// Frees the key for the next delivery. What cannot be done at once goes on in the background.
-    pub(super) async fn fail(mut self) {
-        let Self { shared, claim, .. } = &self;
+    pub(super) async fn fail(&mut self) {
+        let Self { shared, claim, .. } = &*self;
         let retention = shared.settings.abandoned_retention;
         let deadline = Instant::now() + shared.settings.settle_timeout;
         let freed = timeout_at(deadline, shared.store.fail(&claim.key, claim.token, retention));

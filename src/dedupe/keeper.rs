@@ -111,7 +111,8 @@ impl Keeper {
             // The lease is counted from before the statement was sent: never later than it really
             // begins.
             let sent = Instant::now();
-            match caught(self.store.renew(&part)).await {
+            let renewed = caught(self.store.renew(&part).as_mut()).await;
+            match renewed {
                 Ok(Ok(fates)) => self.renewed(&part, fates, sent),
                 // One of them stands in the way: found by halving, it does not cost the others
                 // their leases.

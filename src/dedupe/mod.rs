@@ -14,7 +14,7 @@ use std::{
     fmt,
     future::{Future, poll_fn},
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
-    pin::pin,
+    pin::{Pin, pin},
     sync::{Arc, OnceLock},
     task::Poll,
     time::Duration,
@@ -138,7 +138,8 @@ impl Deduplicator {
         let Some(permit) = self.shared.flight.enter() else {
             return Delivery::NotRun(NotRun::Busy, work);
         };
-        let delivery = claim_run_settle(self.shared.clone(), permit, key, work);
+        // On the heap once, rather than moved there and back, at its whole size, by each that holds it.
+        let delivery = Box::pin(claim_run_settle(self.shared.clone(), permit, key, work));
         if !self.shared.settings.detached {
             return delivery.await;
         }
@@ -270,44 +271,47 @@ impl Shared {
 }
 
 /// The whole life of a delivery. May be dropped anywhere: the guard then does what is left to do.
-async fn claim_run_settle<W: Work>(
+#[expect(clippy::manual_async_fn, reason = "it would keep a second place for each argument")]
+fn claim_run_settle<W: Work>(
     shared: Arc<Shared>,
     permit: Permit,
     key: EventKey,
     work: W,
-) -> Delivery<W> {
-    let mut guard = match Guard::claim(shared, permit, key).await {
-        Granted::Claimed(guard) => guard,
-        Granted::No(why) => return Delivery::NotRun(why, work),
-    };
+) -> impl Future<Output = Delivery<W>> + Send {
+    async move {
+        let mut guard = match Guard::claim(shared, permit, key).await {
+            Granted::Claimed(guard) => guard,
+            Granted::No(why) => return Delivery::NotRun(why, work),
+        };
 
-    let info = guard.info();
-    let end = {
-        let running = pin!(caught(async move { work.start(info).await }));
-        select! {
-            // The work first: if it has ended, what else happened does not matter.
-            biased;
-            end = running => End::Of(end),
-            () = guard.cut_short() => End::Cut,
-        }
-    };
+        let info = guard.info();
+        let end = {
+            let work = pin!(work.start(info));
+            select! {
+                // The work first: if it has ended, what else happened does not matter.
+                biased;
+                end = caught(work) => End::Of(end),
+                () = guard.cut_short() => End::Cut,
+            }
+        };
 
-    match end {
-        End::Of(Ok((output, Verdict::Done(status)))) => {
-            guard.complete(status).await;
-            Delivery::Ran(output)
-        }
-        End::Of(Ok((output, Verdict::Failed))) => {
-            guard.fail().await;
-            Delivery::Ran(output)
-        }
-        End::Of(Err(panic)) => {
-            guard.fail().await;
-            resume_unwind(panic)
-        }
-        End::Cut => {
-            guard.fail().await;
-            Delivery::Cut
+        match end {
+            End::Of(Ok((output, Verdict::Done(status)))) => {
+                guard.complete(status).await;
+                Delivery::Ran(output)
+            }
+            End::Of(Ok((output, Verdict::Failed))) => {
+                guard.fail().await;
+                Delivery::Ran(output)
+            }
+            End::Of(Err(panic)) => {
+                guard.fail().await;
+                resume_unwind(panic)
+            }
+            End::Cut => {
+                guard.fail().await;
+                Delivery::Cut
+            }
         }
     }
 }
@@ -323,8 +327,10 @@ enum End<T> {
 /// Catches a panic of the future, so that its claim can be freed before the panic goes on.
 ///
 /// Unwind safety is the caller's: the future is not polled again, and the panic goes on.
-async fn caught<F: Future>(future: F) -> Result<F::Output, Box<dyn Any + Send>> {
-    let mut future = pin!(future);
+async fn caught<F>(mut future: Pin<&mut F>) -> Result<F::Output, Box<dyn Any + Send>>
+where
+    F: Future + ?Sized,
+{
     poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
         Ok(Poll::Pending) => Poll::Pending,
         Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),

@@ -60,17 +60,23 @@ where
 ///
 /// Servers close a connection whose request was not read, and its sender may see a reset instead of
 /// the answer. A sender that waits for `100 Continue` has sent nothing yet and is answered at once.
-pub(super) async fn drain<B>(parts: &Parts, body: Option<B>, limit: usize, patience: Duration)
+pub(super) fn drain<B>(
+    parts: &Parts,
+    body: Option<B>,
+    limit: usize,
+    patience: Duration,
+) -> impl Future<Output = ()> + use<B>
 where
     B: Body<Data = Bytes>,
     B::Error: Into<Box<dyn Error + Send + Sync>>,
 {
-    let Some(body) = body else { return };
-    if body.is_end_stream() || waits_for_continue(parts) {
-        return;
+    let comes = |body: &B| !body.is_end_stream() && !waits_for_continue(parts);
+    let body = body.filter(comes);
+    async move {
+        let Some(body) = body else { return };
+        // What could not be read away in time is the server's to deal with.
+        let _ = timeout(patience, away(pin!(body), limit)).await;
     }
-    // What could not be read away in time is the server's to deal with.
-    let _ = timeout(patience, away(pin!(body), limit)).await;
 }
 
 async fn away<B>(mut body: Pin<&mut B>, limit: usize)

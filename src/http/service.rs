@@ -249,19 +249,22 @@ where
 {
     type Output = Result<Response<R>, S::Error>;
 
-    async fn start(mut self, info: ClaimInfo) -> (Self::Output, Verdict) {
-        self.request.extensions_mut().insert(info);
-        match self.inner.call(self.request).await {
-            Ok(response) => {
-                let (parts, body) = response.into_parts();
-                let verdict = if self.success.is(&parts) {
-                    Verdict::Done(Some(parts.status.as_u16()))
-                } else {
-                    Verdict::Failed
-                };
-                (Ok(Response::from_parts(parts, body)), verdict)
+    fn start(self, info: ClaimInfo) -> impl Future<Output = (Self::Output, Verdict)> + Send {
+        let Self { mut inner, mut request, success } = self;
+        request.extensions_mut().insert(info);
+        async move {
+            match inner.call(request).await {
+                Ok(response) => {
+                    let (parts, body) = response.into_parts();
+                    let verdict = if success.is(&parts) {
+                        Verdict::Done(Some(parts.status.as_u16()))
+                    } else {
+                        Verdict::Failed
+                    };
+                    (Ok(Response::from_parts(parts, body)), verdict)
+                }
+                Err(error) => (Err(error), Verdict::Failed),
             }
-            Err(error) => (Err(error), Verdict::Failed),
         }
     }
 }
@@ -273,13 +276,22 @@ where
     B::Error: Into<Box<dyn Error + Send + Sync>>,
 {
     /// Calls the inner service as if there were no layer.
-    async fn without_dedupe(mut self) -> Result<Response<DedupeBody<R>>, S::Error> {
-        Ok(self.inner.call(self.request).await?.map(DedupeBody::inner))
+    fn without_dedupe(self) -> impl Future<Output = Result<Response<DedupeBody<R>>, S::Error>> {
+        let Self { mut inner, request, .. } = self;
+        let calling = inner.call(request);
+        async move { Ok(calling.await?.map(DedupeBody::inner)) }
     }
 
-    async fn refuse(self, config: &Config, refusal: Refusal) -> Response<DedupeBody<R>> {
-        self.drain(config).await;
-        refusal.response()
+    fn refuse(
+        self,
+        config: &Config,
+        refusal: Refusal,
+    ) -> impl Future<Output = Response<DedupeBody<R>>> {
+        let drained = self.drain(config);
+        async move {
+            drained.await;
+            refusal.response()
+        }
     }
 
     /// Whether an outer layer has claimed this very event for this request.
@@ -289,11 +301,11 @@ where
     }
 
     /// Reads away what the sender is still sending. Its place in an inner limit is free by then.
-    async fn drain(self, config: &Config) {
+    fn drain(self, config: &Config) -> impl Future<Output = ()> + use<S, B, R> {
         let Self { inner, request, .. } = self;
         drop(inner);
         let (parts, body) = request.into_parts();
-        read::drain(&parts, body.into_unread(), config.max_body, config.body_timeout).await;
+        read::drain(&parts, body.into_unread(), config.max_body, config.body_timeout)
     }
 }
 
