@@ -101,6 +101,70 @@ async fn two_claims_of_a_key_that_wait_together_are_not_both_granted() {
     }
 }
 
+#[tokio::test]
+async fn a_storm_on_one_key_is_answered_together() {
+    let db = postgres::schema().await;
+    db.store().await;
+    let proxy = Proxy::before(postgres::shared().port()).await;
+    let url = proxy.instead_of_host(db.bare_url());
+    let store = db.builder().pool_size(1).connect(&url).await.unwrap();
+    let storm = async || {
+        let before = proxy.round_trips();
+        let outcomes = at_once(&store, (0..200).map(|_| claim("one"))).await;
+        let round_trips = proxy.round_trips() - before;
+        let outcomes: Vec<_> = outcomes.into_iter().map(|(_, outcome)| outcome.unwrap()).collect();
+        (outcomes, round_trips)
+    };
+    let granted = |outcomes: &[ClaimOutcome], attempt: u32| {
+        let claimed = ClaimOutcome::Claimed { attempt };
+        let others = outcomes.iter().filter(|one| matches!(one, ClaimOutcome::InProgress { .. }));
+        assert_eq!(others.count(), 199);
+        assert_eq!(outcomes.iter().filter(|one| **one == claimed).count(), 1);
+    };
+    // New, in progress, and free again: taken by one.
+    let first = claim("one");
+    let (outcomes, round_trips) = storm().await;
+    granted(&outcomes, 1);
+    assert!(round_trips <= 4, "{round_trips}");
+    let (outcomes, round_trips) = storm().await;
+    assert!(outcomes.iter().all(|one| matches!(one, ClaimOutcome::InProgress { .. })));
+    assert!(round_trips <= 4, "{round_trips}");
+    assert!(store.forget(&first.key).await.unwrap());
+    store.claim(&first).await.unwrap();
+    assert!(store.fail(&first.key, first.token, done().retention).await.unwrap());
+    let (outcomes, _) = storm().await;
+    granted(&outcomes, 2);
+
+    // Done.
+    assert!(store.forget(&first.key).await.unwrap());
+    store.claim(&first).await.unwrap();
+    store.complete(&first.key, first.token, done()).await.unwrap();
+    let (outcomes, round_trips) = storm().await;
+    assert!(outcomes.iter().all(|one| *one == ClaimOutcome::Done { status: Some(200) }));
+    assert!(round_trips <= 4, "{round_trips}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_holder_that_asks_again_in_a_storm_finds_its_claim() {
+    let db = postgres::schema().await;
+    let store = narrow(&db).await;
+    for round in 0..5 {
+        let held = claim(&round.to_string());
+        assert_eq!(store.claim(&held).await.unwrap(), CLAIMED);
+        let asked = (0..60).map(|n| match n % 3 {
+            0 => held.clone(),
+            _ => claim(&round.to_string()),
+        });
+        for (claim, outcome) in at_once(&store, asked).await {
+            match outcome.unwrap() {
+                CLAIMED => assert_eq!(claim.token, held.token),
+                ClaimOutcome::InProgress { .. } => assert_ne!(claim.token, held.token),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn done_marks_of_one_claim_that_wait_together_are_all_told_yes() {
     let db = postgres::schema().await;

@@ -115,3 +115,54 @@ async fn every_statement_goes_by_the_primary_key() {
         assert!(!plan.contains("Seq Scan on processed_events"), "{plan}");
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_plan_that_was_made_for_a_small_table_is_made_anew_when_it_has_grown() {
+    let server = tokio::task::spawn_blocking(own_fast).await.unwrap();
+    let db = Schema::on(&server.url()).await;
+    db.store().await;
+    let url = format!(
+        "{}?options=-c%20session_preload_libraries%3Dauto_explain\
+         %20-c%20auto_explain.log_min_duration%3D0",
+        server.url(),
+    );
+    // A pool of the application's own is looked at with each statement wrapped.
+    let manager = deadpool_postgres::Manager::new(url.parse().unwrap(), tokio_postgres::NoTls);
+    let pool = deadpool_postgres::Pool::builder(manager).max_size(1).build().unwrap();
+    let builder = || db.builder().named_statements(true);
+    let one_connection = builder().pool_size(1).connect(&url).await.unwrap();
+    for store in [one_connection, builder().from_pool(pool).unwrap()] {
+        let client = db.client().await;
+        client
+            .batch_execute(
+                "TRUNCATE processed_events;
+                 ALTER TABLE processed_events SET (autovacuum_enabled = off)",
+            )
+            .await
+            .unwrap();
+        store.claim(&claim("first")).await.unwrap();
+        client.batch_execute("ANALYZE processed_events").await.unwrap();
+        let handle = async |n: u64| {
+            let one = claim(&format!("small {n}"));
+            store.claim(&one).await.unwrap();
+            store.complete(&one.key, one.token, done()).await.unwrap();
+        };
+        for n in 0..20 {
+            handle(n).await;
+        }
+        let small = plans(&server);
+        assert!(small.iter().any(|plan| plan.contains("Seq Scan on processed_events")));
+
+        let fill = "INSERT INTO processed_events
+                        (scope, event_key, status, attempt, claimed_at, lease_until, expires_at)
+                    SELECT 's', 'grown ' || n, 'done', 1, now(), now(), now() + interval '1 day'
+                    FROM generate_series(0, 20000) AS n";
+        client.batch_execute(fill).await.unwrap();
+        for n in 20..400 {
+            handle(n).await;
+        }
+        let all = plans(&server);
+        let last = &all[all.len() - 100..];
+        assert!(!last.iter().any(|plan| plan.contains("Seq Scan on processed_events")));
+    }
+}

@@ -6,7 +6,7 @@
 //! A second statement goes along when more wait than one can carry, or when the first is late.
 
 use std::{
-    collections::{BTreeSet, VecDeque},
+    collections::{BTreeMap, VecDeque, btree_map::Entry},
     fmt::Debug,
     future::Future,
     marker::PhantomData,
@@ -60,6 +60,10 @@ pub(super) trait Operation: Clone + Debug + Send + Sync + 'static {
         deadline: Instant,
     ) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
 
+    /// What the answer is if it was this to the first of the same key, which was asked for after this
+    /// nothing if it must be asked for.
+    fn following(&self, answer: &Self::Answer) -> Option<Self::Answer>;
+
     /// Answers in the order of `many`, which is sorted by key.
     fn together(
         many: &[Self],
@@ -87,6 +91,8 @@ struct Waiting<O: Operation> {
     answer: oneshot::Sender<Result<O::Answer, Failure>>,
     /// Whether it may have been sent.
     sent: Arc<AtomicBool>,
+    /// Those of the same key that wait for its fate.
+    followers: Vec<Waiting<O>>,
 }
 
 impl<O: Operation> Default for Lane<O> {
@@ -184,7 +190,12 @@ fn enter<O: Operation>(shared: &Arc<Shared>, operation: O) -> Entered<O> {
     }
     let (answer, answered) = oneshot::channel();
     let sent = Arc::new(AtomicBool::new(false));
-    queue.waiting.push_back(Waiting { operation, answer, sent: sent.clone() });
+    queue.waiting.push_back(Waiting {
+        operation,
+        answer,
+        sent: sent.clone(),
+        followers: Vec::new(),
+    });
     let has_turn = queue.has_turn();
     drop(queue);
     if has_turn {
@@ -251,27 +262,22 @@ async fn carry<O: Operation>(shared: Arc<Shared>) {
 /// Takes as many as fit into a statement, each key once: the second of a key waits for the fate of
 /// the first. Sorted, so that two statements take their locks in the same order.
 fn take_batch<O: Operation>(queue: &mut Queue<O>) -> Vec<Waiting<O>> {
-    let mut batch = Vec::new();
-    let mut keys = BTreeSet::new();
-    let mut later = Vec::new();
+    let mut batch = BTreeMap::<_, Waiting<O>>::new();
     while batch.len() < MAX_TOGETHER {
         let Some(waiting) = queue.waiting.pop_front() else { break };
         if waiting.answer.is_closed() {
             // Its caller has gone, and nothing was sent.
             continue;
         }
-        if keys.insert(waiting.operation.key().clone()) {
-            waiting.sent.store(true, Ordering::Release);
-            batch.push(waiting);
-        } else {
-            later.push(waiting);
+        match batch.entry(waiting.operation.key().clone()) {
+            Entry::Occupied(mut first) => first.get_mut().followers.push(waiting),
+            Entry::Vacant(place) => {
+                waiting.sent.store(true, Ordering::Release);
+                place.insert(waiting);
+            }
         }
     }
-    for waiting in later.into_iter().rev() {
-        queue.waiting.push_front(waiting);
-    }
-    batch.sort_by(|a, b| a.operation.key().cmp(b.operation.key()));
-    batch
+    batch.into_values().collect()
 }
 
 /// Sends a batch; in parts if one of it stands in the way of the others.
@@ -282,8 +288,7 @@ async fn carry_out<O: Operation>(shared: &Arc<Shared>, batch: Vec<Waiting<O>>) {
         if part.len() == 1 {
             for one in part {
                 let answer = one.operation.alone(shared, deadline).await;
-                // Its caller may have gone.
-                let _ = one.answer.send(answer);
+                one.answer(shared, answer);
             }
             continue;
         }
@@ -291,7 +296,7 @@ async fn carry_out<O: Operation>(shared: &Arc<Shared>, batch: Vec<Waiting<O>>) {
         match O::together(&operations, shared, deadline).await {
             Ok(answers) => {
                 for (one, answer) in part.into_iter().zip(answers) {
-                    let _ = one.answer.send(answer);
+                    one.answer(shared, answer);
                 }
             }
             // One that waits for another transaction, or is refused, is found by halving, and
@@ -303,10 +308,29 @@ async fn carry_out<O: Operation>(shared: &Arc<Shared>, batch: Vec<Waiting<O>>) {
             }
             Err(failure) => {
                 for one in part {
-                    let _ = one.answer.send(Err(failure.clone()));
+                    one.answer(shared, Err(failure.clone()));
                 }
             }
         }
+    }
+}
+
+impl<O: Operation> Waiting<O> {
+    /// Gives its caller the answer, and its followers theirs. Those for whom it says nothing are
+    /// next.
+    fn answer(self, shared: &Shared, answer: Result<O::Answer, Failure>) {
+        for follower in self.followers.into_iter().rev() {
+            let following = match &answer {
+                Ok(answer) => follower.operation.following(answer).map(Ok),
+                Err(failure) => Some(Err(failure.clone())),
+            };
+            match following {
+                Some(answer) => drop(follower.answer.send(answer)),
+                None => O::lane(shared).queue().waiting.push_front(follower),
+            }
+        }
+        // Its caller may have gone.
+        let _ = self.answer.send(answer);
     }
 }
 

@@ -40,12 +40,13 @@ impl Shared {
                 Err(failure) => return Err(failure.into()),
             };
             // The row that was in the way was committed after the statement began.
-            let Some(Found { row, retention_left }) = found else { continue };
+            let Some(found) = found else { continue };
+            let row = found.seen_by(claim.token);
             let (attempt, lease_left) = match claim::on_claim(Some(&row)) {
                 OnClaim::Answer(ClaimOutcome::Claimed { attempt }) => (attempt, row.lease_left),
                 OnClaim::Answer(answer) => {
                     if let ClaimOutcome::Done { status } = answer {
-                        self.done.keep(&claim.key, status, retention_left, as_of);
+                        self.done.keep(&claim.key, status, found.retention_left, as_of);
                     }
                     return Ok(answer);
                 }
@@ -240,11 +241,18 @@ pub(super) fn bounds(timeout: Duration, commit: Commit) -> Bounds {
 }
 
 /// A row as a claim finds it, or has made it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Found {
+    token: Option<ClaimToken>,
     row: claim::Row,
     /// Zero for one that it has made.
     retention_left: Duration,
+}
+
+impl Found {
+    fn seen_by(&self, token: ClaimToken) -> claim::Row {
+        claim::Row { mine: self.token == Some(token), ..self.row }
+    }
 }
 
 /// A claim's first statement: inserts the key or reads what there is; nothing says look again.
@@ -262,6 +270,12 @@ impl Operation for Look {
 
     fn key(&self) -> &EventKey {
         &self.0.key
+    }
+
+    /// In progress or done it is for all who ask; taken by one at a time.
+    fn following(&self, found: &Self::Answer) -> Option<Self::Answer> {
+        let row = found.as_ref()?.seen_by(self.0.token);
+        matches!(claim::on_claim(Some(&row)), OnClaim::Answer(_)).then(|| found.clone())
     }
 
     async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<Self::Answer, Failure> {
@@ -337,6 +351,11 @@ impl Operation for End {
         &self.key
     }
 
+    /// Another token is another claim, and the same one finds itself.
+    fn following(&self, _: &Self::Answer) -> Option<Self::Answer> {
+        None
+    }
+
     async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<Self::Answer, Failure> {
         let ask = Ask {
             attempted: Self::ATTEMPTED,
@@ -394,10 +413,13 @@ fn place(row: &Row) -> Result<usize, StoreError> {
 }
 
 fn found(row: &Row) -> Result<Found, StoreError> {
+    let token: Option<&[u8]> = row.try_get("token").map_err(unreadable)?;
     Ok(Found {
+        // Rows of the copied pattern have none.
+        token: token.and_then(|token| <[u8; 16]>::try_from(token).ok()).map(ClaimToken::from),
         row: claim::Row {
             state: state(row)?,
-            mine: row.try_get("mine").map_err(unreadable)?,
+            mine: false,
             attempt: attempt(row)?,
             lease_left: time(row, "lease_left")?,
             expired: row.try_get("expired").map_err(unreadable)?,

@@ -126,7 +126,7 @@ impl Session {
     /// One try. The connection goes back to the pool only if nothing on it is left open.
     async fn once(&self, ask: &Ask<'_>, deadline: Instant) -> Result<Vec<Row>, Trouble> {
         let lent = self.connection(deadline).await.map_err(Trouble::NotSent)?;
-        let exchange = self.exchange(lent.client(), ask);
+        let exchange = self.exchange(&lent, ask);
         let Ok((begun, rows, committed)) = timeout_at(deadline, exchange).await else {
             // The other idle connections lead to the same silence.
             self.drop_idle();
@@ -168,9 +168,10 @@ impl Session {
     /// has the same bounds.
     async fn exchange(
         &self,
-        client: &ClientWrapper,
+        lent: &Lent,
         ask: &Ask<'_>,
     ) -> (Answers<()>, Answers<Vec<Row>>, Answers<()>) {
+        let client = lent.client();
         // Before all else, since preparing takes a round trip when it is the first time.
         let statement = if self.named {
             let types: Vec<_> = ask.params.iter().map(|(_, kind)| kind.clone()).collect();
@@ -190,12 +191,18 @@ impl Session {
                 }
             }
         };
-        if self.standing == Some(ask.bounds) {
-            return (Ok(()), rows.await, Ok(()));
-        }
-        let opening = opening(&ask.bounds);
+        let alone = self.standing == Some(ask.bounds);
+        let replans =
+            self.named && lent.uses().is_power_of_two() || lent.uses() % REPLAN_AFTER == 0;
+        let before = match (alone, replans) {
+            (true, false) => return (Ok(()), rows.await, Ok(())),
+            (true, true) => REPLAN.to_owned(),
+            (false, false) => opening(&ask.bounds),
+            (false, true) => format!("{REPLAN}; {}", opening(&ask.bounds)),
+        };
+        let after = if alone { "" } else { CLOSING };
         // Each is put on the wire when it is first polled.
-        join!(biased; client.batch_execute(&opening), rows, client.batch_execute(CLOSING))
+        join!(biased; client.batch_execute(&before), rows, client.batch_execute(after))
     }
 
     fn drop_idle(&self) {
@@ -287,6 +294,11 @@ impl Lent {
         self.0.as_ref().expect("a lent connection is there until it is given back")
     }
 
+    /// How often it has been lent.
+    fn uses(&self) -> usize {
+        self.0.as_ref().map_or(0, |connection| Object::metrics(connection).recycle_count)
+    }
+
     /// Returns the connection to the pool: it has answered everything and has nothing open.
     pub(super) fn give_back(mut self) {
         self.0.take();
@@ -308,3 +320,8 @@ pub(super) fn jitter() -> Duration {
 }
 
 const MAX_TRIES: u32 = 3;
+/// A prepared statement that was planned while the table was small reads all of it, and goes on so
+/// while it grows. So plans are made anew: each time that a connection has done as much again, and
+/// after so many uses.
+const REPLAN: &str = "DISCARD PLANS";
+const REPLAN_AFTER: usize = 256;

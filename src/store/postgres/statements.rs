@@ -52,8 +52,8 @@ impl Statements {
                  SELECT {new} FROM inserted
                  UNION ALL
                  SELECT {there} FROM {table} AS there WHERE scope = $1 AND event_key = $2",
-                new = new("inserted"),
-                there = there("$3"),
+                new = new("$3"),
+                there = there(),
             ),
             // The same for several keys.
             //
@@ -80,8 +80,8 @@ impl Statements {
                  FROM unnest($1, $2, $3) AS asked(scope, event_key, token)
                       JOIN {table} AS there USING (scope, event_key)
                  WHERE (SELECT count(*) FROM inserted) < cardinality($1)",
-                new = new("inserted"),
-                there = there("asked.token"),
+                new = new("token"),
+                there = there(),
             ),
             // Takes a key that is free: failed, its lease over, or its retention over.
             //
@@ -241,20 +241,19 @@ impl Bounds {
 }
 
 /// A row that a claim has inserted, as it is read.
-fn new(inserted: &str) -> String {
+fn new(token: &str) -> String {
     format!(
-        "'in_progress' AS status, true AS mine, 1 AS attempt, {lease_left} AS lease_left,
+        "'in_progress' AS status, {token} AS token, 1 AS attempt, {lease_left} AS lease_left,
                         false AS expired, 0::float8 AS retention_left, NULL::int2 AS response_status",
-        lease_left = left(&format!("{inserted}.lease_until")),
+        lease_left = left("lease_until"),
     )
 }
 
 /// A row that a claim has found, the same columns.
-fn there(token: &str) -> String {
+fn there() -> String {
     format!(
-        "there.status::text, coalesce(there.token = {token}, false), there.attempt::int4,
-                        {lease_left}, there.expires_at <= now(), {retention_left},
-                        there.response_status::int2",
+        "there.status::text, there.token::bytea, there.attempt::int4, {lease_left},
+                        there.expires_at <= now(), {retention_left}, there.response_status::int2",
         lease_left = left("there.lease_until"),
         retention_left = left("there.expires_at"),
     )
