@@ -166,3 +166,23 @@ async fn a_plan_that_was_made_for_a_small_table_is_made_anew_when_it_has_grown()
         assert!(!last.iter().any(|plan| plan.contains("Seq Scan on processed_events")));
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unnamed_statements_are_planned_each_time_and_leave_the_session_alone() {
+    let server = tokio::task::spawn_blocking(own_fast).await.unwrap();
+    let db = Schema::on(&server.url()).await;
+    db.store().await;
+    let said = async |named: bool| {
+        let url = format!("{}?options=-c%20log_statement%3Dall", server.url());
+        let builder = db.builder().named_statements(named).pool_size(1);
+        let store = builder.connect(&url).await.unwrap();
+        for n in 0..300 {
+            store.claim(&claim(&format!("{named} {n}"))).await.unwrap();
+        }
+        let log = fs::read_to_string(server.data().with_file_name("log")).unwrap();
+        log.matches("DISCARD PLANS").count()
+    };
+    assert_eq!(said(false).await, 0);
+    // At 1, 2, 4, … 256 uses.
+    assert_eq!(said(true).await, 9);
+}

@@ -192,8 +192,7 @@ impl Session {
             }
         };
         let alone = self.standing == Some(ask.bounds);
-        let replans =
-            self.named && lent.uses().is_power_of_two() || lent.uses() % REPLAN_AFTER == 0;
+        let replans = self.named && replans_at(lent.uses());
         let before = match (alone, replans) {
             (true, false) => return (Ok(()), rows.await, Ok(())),
             (true, true) => REPLAN.to_owned(),
@@ -321,7 +320,10 @@ pub(super) fn jitter() -> Duration {
 
 const MAX_TRIES: u32 = 3;
 /// A prepared statement that was planned while the table was small reads all of it, and goes on so
-/// while it grows. So plans are made anew: each time that a connection has done as much again, and
-/// after so many uses.
+/// while it grows.
 const REPLAN: &str = "DISCARD PLANS";
-const REPLAN_AFTER: usize = 256;
+
+/// So plans are made anew when a connection has been used as often again, and every so often.
+fn replans_at(uses: usize) -> bool {
+    uses > 0 && (uses.is_power_of_two() || uses % 256 == 0)
+}
