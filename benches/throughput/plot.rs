@@ -38,7 +38,7 @@ pub fn draw(path: &Path, machine: &str, lines: &[Line]) -> Result<(), Box<dyn Er
     let millis = |point: &Point| point.median.as_secs_f64() * 1000.0;
     let slowest = points().map(millis).fold(0.0, f64::max);
     let range = (0.1..slowest * 2.0).log_scale();
-    chart(&below, "median latency, milliseconds", range, lines, millis)?;
+    chart(&below, "median latency, ms (log)", range, lines, millis)?;
     whole.present()?;
     Ok(())
 }
@@ -58,7 +58,7 @@ where
         .margin(12)
         .x_label_area_size(44)
         .y_label_area_size(64)
-        .build_cartesian_2d((0.9..300.0).log_scale(), range)?;
+        .build_cartesian_2d((0.9..300.0).log_scale().base(4.0), range)?;
     chart
         .configure_mesh()
         .disable_x_mesh()

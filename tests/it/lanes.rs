@@ -132,8 +132,9 @@ async fn a_storm_on_one_key_is_answered_together() {
     assert!(store.forget(&first.key).await.unwrap());
     store.claim(&first).await.unwrap();
     assert!(store.fail(&first.key, first.token, done().retention).await.unwrap());
-    let (outcomes, _) = storm().await;
+    let (outcomes, round_trips) = storm().await;
     granted(&outcomes, 2);
+    assert!(round_trips <= 20, "{round_trips}");
 
     // Done.
     assert!(store.forget(&first.key).await.unwrap());
