@@ -26,11 +26,11 @@ fn plans(server: &Throwaway) -> Vec<String> {
     for line in log.lines() {
         if line.contains("plan:") {
             plans.push(String::new());
-        } else if line.starts_with('\t')
-            && let Some(plan) = plans.last_mut()
-        {
-            *plan += line;
-            plan.push('\n');
+        } else if line.starts_with('\t') {
+            if let Some(plan) = plans.last_mut() {
+                *plan += line;
+                plan.push('\n');
+            }
         } else if !plans.last().is_none_or(String::is_empty) {
             // Whatever else the server says ends a plan.
             plans.push(String::new());
