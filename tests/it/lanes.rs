@@ -14,7 +14,7 @@ use tower_dedupe::{
 };
 
 use crate::support::{
-    claims::{claim, done, event},
+    claims::{MINUTE, claim, done, event, whole},
     cut::{Moment, Proxy, Traffic},
     postgres::{self, Schema},
 };
@@ -418,6 +418,36 @@ async fn a_storm_on_rows_that_others_have_locked_does_not_stall_the_lane() {
         one.abort();
     }
     open.rollback().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn more_than_can_wait_are_turned_away_at_once() {
+    let db = postgres::schema().await;
+    db.store().await;
+    let proxy = Proxy::before(postgres::shared().port()).await;
+    let url = proxy.instead_of_host(db.bare_url());
+    let store = db.builder().pool_size(1).timeout(MINUTE).connect(&url).await.unwrap();
+    proxy.traffic(Traffic::Vanishes);
+    let mut asking = JoinSet::new();
+    for n in 0..17_500 {
+        let (store, claim) = (store.clone(), claim(&n.to_string()));
+        asking.spawn(async move { store.claim(&claim).await });
+    }
+    // While nothing goes through, whoever hears anything is turned away.
+    for _ in 0..500 {
+        let refused = asking.join_next().await.unwrap().unwrap().unwrap_err();
+        assert_eq!(refused.kind(), StoreErrorKind::Unavailable);
+        assert!(whole(&refused).contains("16384 operations are waiting"), "{}", whole(&refused));
+    }
+    proxy.traffic(Traffic::Flows);
+    let mut claimed = 0;
+    while let Some(outcome) = asking.join_next().await {
+        match outcome.unwrap() {
+            Ok(outcome) => claimed += usize::from(outcome == CLAIMED),
+            Err(error) => assert_eq!(error.kind(), StoreErrorKind::Unavailable),
+        }
+    }
+    assert!(claimed >= 16_384, "{claimed} were claimed");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -217,6 +217,27 @@ async fn what_a_commit_waits_for_is_the_choice_of_the_store() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_row_that_somebody_keeps_for_ever_is_read_like_any_other() {
+    let db = postgres::schema().await;
+    let store = db.store().await;
+    for (key, status, expected) in [
+        ("1", "done", ClaimOutcome::Done { status: None }),
+        ("2", "in_progress", ClaimOutcome::InProgress { lease_left: Duration::ZERO }),
+    ] {
+        let insert = format!(
+            "INSERT INTO processed_events
+                 (scope, event_key, status, attempt, claimed_at, lease_until, expires_at)
+             VALUES ('s', '{key}', '{status}', 1, '-infinity', 'infinity', 'infinity')"
+        );
+        db.client().await.batch_execute(&insert).await.unwrap();
+        let outcome = store.claim(&claim(key)).await.unwrap();
+        assert_eq!(std::mem::discriminant(&outcome), std::mem::discriminant(&expected));
+        let years = Duration::from_secs(900 * 365 * 24 * 60 * 60);
+        assert!(store.show(&event(key)).await.unwrap().unwrap().retention_left > years);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn every_done_mark_is_a_hot_update() {
     let db = postgres::schema().await;
     let store = db.store().await;
