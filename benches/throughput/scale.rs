@@ -6,63 +6,60 @@ use std::{
     time::{Duration, Instant},
 };
 
+use deadpool_postgres::Client;
 use tokio::task::JoinSet;
-use tower_dedupe::PgStore;
+use tower_dedupe::{PgStore, store::PgStoreBuilder};
 
 use super::{
     contenders::{Contender, Ours, pool},
-    load::{self, Events},
+    load::{self, Counted, Events},
     store,
 };
 
 /// Claims in a table of ten thousand rows, and of ten million.
 pub async fn growth(url: &str) {
     let client = pool(url, 1).get().await.unwrap();
-    println!("{:>10} rows {:>10} in flight {:>10} per s {:>10}", "", "", "", "p50");
-    for named in [false, true] {
-        let mut small = Vec::new();
-        for rows in [10_000, 10_000_000] {
-            // Filled as it fills in use, keys anywhere in the index; what is in memory is the
-            // server's to decide.
-            client
-                .batch_execute("DROP TABLE IF EXISTS bench_events, bench_events_migrations")
-                .await
-                .unwrap();
-            let store =
-                store(url, |builder| builder.named_statements(named).done_cache(0, Duration::ZERO))
-                    .await;
-            store.migrate().await.unwrap();
-            fill(url, rows).await;
-            let ours: Arc<dyn Contender> = Arc::new(Ours::new(store));
-            for (place, in_flight) in [1, 64].into_iter().enumerate() {
+    let mut few: Vec<Counted> = Vec::new();
+    println!("{:>10}  {:<9}{:>9}{:>10}{:>12}", "rows", "", "in flight", "per s", "p50");
+    for rows in [10_000, 10_000_000] {
+        drop_table(&client).await;
+        store(url, |builder| builder).await.migrate().await.unwrap();
+        fill(&client, rows).await;
+        let mut place = 0;
+        for (name, named) in [("unnamed", false), ("named", true)] {
+            let set = |builder: PgStoreBuilder| {
+                builder.named_statements(named).done_cache(0, Duration::ZERO)
+            };
+            let ours: Arc<dyn Contender> = Arc::new(Ours::new(store(url, set).await));
+            for in_flight in [1, 64] {
                 load::run(&ours, Events::Fresh, in_flight, Duration::from_secs(2)).await;
-                let time = Duration::from_secs(8);
+                let time = Duration::from_secs(6);
                 let counted = load::run(&ours, Events::Fresh, in_flight, time).await;
-                println!(
-                    "{rows:>15} {in_flight:>20} {:>16.0} {:>10.0?}{}",
-                    counted.per_second(),
-                    counted.at(0.5),
-                    if named { "  named" } else { "" },
-                );
-                match small.get(place) {
-                    None => small.push(counted),
-                    Some(small) => println!(
-                        "{:>46} {:>10.2} x",
-                        "latency, of that with few rows:",
-                        counted.at(0.5).as_secs_f64() / small.at(0.5).as_secs_f64(),
-                    ),
+                let (rate, p50) = (counted.per_second(), counted.at(0.5));
+                print!("{rows:>10}  {name:<9}{in_flight:>9}{rate:>10.0}{p50:>12.1?}");
+                match few.get(place) {
+                    Some(few) => {
+                        let times = p50.as_secs_f64() / few.at(0.5).as_secs_f64();
+                        println!("  {times:.2} x the latency with few rows");
+                    }
+                    None => {
+                        println!();
+                        few.push(counted);
+                    }
                 }
+                place += 1;
             }
         }
     }
-    client
-        .batch_execute("DROP TABLE IF EXISTS bench_events, bench_events_migrations")
-        .await
-        .unwrap();
+    drop_table(&client).await;
 }
 
-async fn fill(url: &str, rows: u64) {
-    let client = pool(url, 1).get().await.unwrap();
+async fn drop_table(client: &Client) {
+    let drop = "DROP TABLE IF EXISTS bench_events, bench_events_migrations";
+    client.batch_execute(drop).await.unwrap();
+}
+
+async fn fill(client: &Client, rows: u64) {
     let insert = format!(
         "INSERT INTO bench_events
              (scope, event_key, status, token, attempt, claimed_at, lease_until, done_at,
@@ -81,10 +78,7 @@ async fn fill(url: &str, rows: u64) {
 pub async fn memory(url: &str) {
     let Some(_) = resident() else { return println!("memory is measured on Linux only") };
     let client = pool(url, 1).get().await.unwrap();
-    client
-        .batch_execute("DROP TABLE IF EXISTS bench_events, bench_events_migrations")
-        .await
-        .unwrap();
+    drop_table(&client).await;
     let store: PgStore = store(url, |builder| builder.named_statements(true)).await;
     store.migrate().await.unwrap();
     let ours = Arc::new(Ours::new(store));
@@ -116,10 +110,7 @@ pub async fn memory(url: &str) {
             began.elapsed(),
         );
     }
-    client
-        .batch_execute("DROP TABLE IF EXISTS bench_events, bench_events_migrations")
-        .await
-        .unwrap();
+    drop_table(&client).await;
 }
 
 /// Megabytes.

@@ -38,12 +38,12 @@ impl Flight {
     }
 
     /// A place in flight, unless all are taken or the drain has begun.
-    pub(super) fn enter(&self) -> Option<Permit> {
+    pub(super) fn enter(self: &Arc<Self>) -> Option<Permit> {
         if self.closed.load(Ordering::Relaxed) {
             return None;
         }
         let permit = self.permits.clone().try_acquire_owned().ok()?;
-        Some(Permit { _permit: permit, cut: self.cut.subscribe() })
+        Some(Permit { _permit: permit, flight: self.clone() })
     }
 
     /// See [`Deduplicator::drain`](super::Deduplicator::drain).
@@ -68,15 +68,13 @@ impl Flight {
 #[derive(Debug)]
 pub(super) struct Permit {
     _permit: OwnedSemaphorePermit,
-    cut: watch::Receiver<bool>,
+    flight: Arc<Flight>,
 }
 
 impl Permit {
     /// Ends when the drain has lost its patience.
-    pub(super) async fn cut(&mut self) {
-        // An error means that nobody is left who could drain.
-        if self.cut.wait_for(|cut| *cut).await.is_err() {
-            std::future::pending().await
-        }
+    pub(super) async fn cut(&self) {
+        // The sender is there for as long as this is.
+        let _ = self.flight.cut.subscribe().wait_for(|cut| *cut).await;
     }
 }

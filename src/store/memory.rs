@@ -1,7 +1,7 @@
 //! A store without a database.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     future::ready,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -142,14 +142,16 @@ impl Kept {
 impl Table {
     fn claim(&mut self, claim: &Claim) -> ClaimOutcome {
         let now = Instant::now();
-        let found = self.rows.get(&claim.key).map(|kept| kept.seen_by(claim.token, now));
+        self.sweep(now);
+        let place = self.rows.entry(claim.key.clone());
+        let found = match &place {
+            Entry::Occupied(kept) => Some(kept.get().seen_by(claim.token, now)),
+            Entry::Vacant(_) => None,
+        };
         let attempt = match on_claim(found.as_ref()) {
             OnClaim::Answer(answer) => return answer,
             OnClaim::Take { attempt } => attempt,
         };
-        if found.is_none() {
-            self.sweep(now);
-        }
         let lease_until = after(now, claim.lease);
         let kept = Kept {
             state: State::InProgress,
@@ -159,7 +161,7 @@ impl Table {
             expires_at: after(lease_until, claim.retention),
             response_status: None,
         };
-        self.rows.insert(claim.key.clone(), kept);
+        place.insert_entry(kept);
         ClaimOutcome::Claimed { attempt }
     }
 
