@@ -478,6 +478,20 @@ async fn a_body_of_the_limit_passes_byte_for_byte_and_one_byte_more_is_413() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_body_in_one_piece_is_not_copied() {
+    let (store, handler) = (Scripted::new(), Handler::default());
+    let body = Bytes::from(format!(r#"{{"pad":"{}","id":1}}"#, "x".repeat(1_000_000)));
+    handler.send(&by_id(&store), post(body.clone())).await;
+    let seen = handler.last().body;
+    assert_eq!((seen.as_ptr(), seen.len()), (body.as_ptr(), body.len()));
+    // Nor one that comes with frames that say nothing.
+    let frames = Frames::data(vec![Bytes::new(), body.clone(), Bytes::new()]);
+    let layer = by_id(&store).scope("frames");
+    handler.send(&layer, Request::post("/hook").body(frames).unwrap()).await;
+    assert_eq!(handler.last().body.as_ptr(), body.as_ptr());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_buffered_body_keeps_its_trailers_and_its_head() {
     let (store, handler) = (Scripted::new(), Handler::default());
     let mut trailers = HeaderMap::new();

@@ -19,6 +19,13 @@ fn rows() -> u64 {
     env::var("PLAN_ROWS").map_or(200_000, |rows| rows.parse().unwrap())
 }
 
+/// The server, writing the plan of each statement to its log.
+fn explaining(server: &Throwaway) -> String {
+    let settings = "-c%20session_preload_libraries%3Dauto_explain\
+                    %20-c%20auto_explain.log_min_duration%3D0";
+    format!("{}?options={settings}", server.url())
+}
+
 /// Every plan that the server has written to its log: its statement, and its nodes.
 fn plans(server: &Throwaway) -> Vec<String> {
     let log = fs::read_to_string(server.data().with_file_name("log")).unwrap();
@@ -94,11 +101,7 @@ async fn every_statement_goes_by_the_primary_key() {
             client.batch_execute("VACUUM ANALYZE processed_events").await.unwrap();
         }
         for named in [false, true] {
-            let url = format!(
-                "{}?options=-c%20session_preload_libraries%3Dauto_explain\
-                 %20-c%20auto_explain.log_min_duration%3D0",
-                server.url(),
-            );
+            let url = explaining(&server);
             let store = db.builder().named_statements(named).connect(&url).await.unwrap();
             for _ in 0..12 {
                 use_all(&store, round).await;
@@ -121,11 +124,7 @@ async fn a_plan_that_was_made_for_a_small_table_is_made_anew_when_it_has_grown()
     let server = tokio::task::spawn_blocking(own_fast).await.unwrap();
     let db = Schema::on(&server.url()).await;
     db.store().await;
-    let url = format!(
-        "{}?options=-c%20session_preload_libraries%3Dauto_explain\
-         %20-c%20auto_explain.log_min_duration%3D0",
-        server.url(),
-    );
+    let url = explaining(&server);
     // A pool of the application's own is looked at with each statement wrapped.
     let manager = deadpool_postgres::Manager::new(url.parse().unwrap(), tokio_postgres::NoTls);
     let pool = deadpool_postgres::Pool::builder(manager).max_size(1).build().unwrap();

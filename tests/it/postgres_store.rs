@@ -24,11 +24,15 @@ use crate::support::{
     postgres::{self, Schema},
 };
 
+fn pool(url: &str, size: usize) -> Pool {
+    let manager = Manager::new(url.parse().unwrap(), NoTls);
+    Pool::builder(manager).max_size(size).build().unwrap()
+}
+
 /// A pool of the application's own, and a store on it.
 async fn on_own_pool(db: &Schema, size: usize) -> (Pool, PgStore) {
     db.store().await;
-    let manager = Manager::new(db.url().parse().unwrap(), NoTls);
-    let pool = Pool::builder(manager).max_size(size).build().unwrap();
+    let pool = pool(db.url(), size);
     let store = db.builder().timeout(Duration::from_millis(500)).from_pool(pool.clone()).unwrap();
     (pool, store)
 }
@@ -293,7 +297,11 @@ async fn what_the_database_defaults_to_changes_nothing() {
         // Claims and takeovers of the same keys at once, which at these levels fail with 40001.
         let mut workers = JoinSet::new();
         for n in 0..8 {
-            let store = db.builder().named_statements(n % 2 == 0).connect(&url).await.unwrap();
+            let builder = db.builder().named_statements(n % 3 > 0);
+            let store = match n % 3 {
+                2 => builder.from_pool(pool(&url, 2)).unwrap(),
+                _ => builder.connect(&url).await.unwrap(),
+            };
             let isolation = isolation.to_owned();
             workers.spawn(async move {
                 let mut claimed = 0;
@@ -308,6 +316,32 @@ async fn what_the_database_defaults_to_changes_nothing() {
             });
         }
         assert_eq!(workers.join_all().await.into_iter().sum::<u32>(), 25);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn operations_that_succeed_cost_a_pool_no_connection() {
+    let db = postgres::schema().await;
+    db.store().await;
+    for isolation in ["serializable", "read\\%20committed"] {
+        let url =
+            format!("{}?options=-c%20default_transaction_isolation%3D{isolation}", db.bare_url(),);
+        for named in [false, true] {
+            let pool = pool(&url, 1);
+            let store = db.builder().named_statements(named).from_pool(pool.clone()).unwrap();
+            let backend = async || {
+                let session = pool.get().await.unwrap();
+                let pid = session.query_typed_one("SELECT pg_backend_pid()", &[]).await.unwrap();
+                pid.get::<_, i32>(0)
+            };
+            let before = backend().await;
+            for n in 0..40 {
+                let claim = claim(&format!("{isolation} {named} {n}"));
+                store.claim(&claim).await.unwrap();
+                store.complete(&claim.key, claim.token, done()).await.unwrap();
+            }
+            assert_eq!(backend().await, before, "{isolation}, named: {named}");
+        }
     }
 }
 

@@ -38,10 +38,12 @@ use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, Scope};
 /// round trip; none is held, and no transaction is open, while a handler runs. Operations that
 /// would wait for each other are sent together, so a busy store needs few connections. Every wait
 /// is bounded, and an operation whose connection is lost is asked again with the same token, on
-/// another connection.
+/// another connection. Keys that it has lately seen done it answers without the database
+/// ([`done_cache`](PgStoreBuilder::done_cache)).
 ///
 /// Statements are unnamed and use no session state, so they work behind PgBouncer in transaction
-/// mode. The table must be made by [`migrate`](Self::migrate) or by hand with
+/// mode; on direct connections [`named_statements`](PgStoreBuilder::named_statements) are faster.
+/// The table must be made by [`migrate`](Self::migrate) or by hand with
 /// [`migration_sql`](Self::migration_sql); requests never change it.
 ///
 /// # Examples
@@ -109,7 +111,8 @@ impl PgStore {
     ///
     /// What handlers take of them, claims wait for: enlarge
     /// [`pool_size`](PgStoreBuilder::pool_size), and never hold one while waiting for something
-    /// else.
+    /// else. With [`named_statements`](PgStoreBuilder::named_statements) they have the store's
+    /// timeouts.
     pub fn pool(&self) -> &Pool {
         &self.shared.session.pool
     }

@@ -197,7 +197,8 @@ impl Session {
             (true, false) => return (Ok(()), rows.await, Ok(())),
             (true, true) => REPLAN.to_owned(),
             (false, false) => opening(&ask.bounds),
-            (false, true) => format!("{REPLAN}; {}", opening(&ask.bounds)),
+            // After it, since an isolation level must come before everything else.
+            (false, true) => format!("{}; {REPLAN}", opening(&ask.bounds)),
         };
         let after = if alone { "" } else { CLOSING };
         // Each is put on the wire when it is first polled.
