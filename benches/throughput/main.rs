@@ -24,7 +24,8 @@ mod scale;
 mod throwaway;
 
 use std::{
-    env, num::NonZero, path::PathBuf, sync::Arc, thread::available_parallelism, time::Duration,
+    env, num::NonZero, path::PathBuf, process, sync::Arc, thread::available_parallelism,
+    time::Duration,
 };
 
 use serde_json::json;
@@ -56,18 +57,10 @@ struct Measured {
 
 #[tokio::main]
 async fn main() {
-    // Cargo itself says `--bench`.
-    let mut words: Vec<String> = env::args().skip(1).filter(|word| word != "--bench").collect();
-    let mut flag = |flag: &str| {
-        let place = words.iter().position(|word| word == flag);
-        place.map(|place| words.remove(place)).is_some()
-    };
-    let as_json = flag("--json");
-    let plots = flag("--plot");
-    let plot = plots.then(|| PathBuf::from(words.remove(0)));
-    let only = |kind: &[&str]| -> Vec<String> {
-        words.iter().filter(|word| kind.contains(&word.as_str())).cloned().collect()
-    };
+    let asked = Asked::read(env::args().skip(1)).unwrap_or_else(|why| {
+        eprintln!("{why}");
+        process::exit(2)
+    });
     let seconds = env::var("SECONDS").map_or(3.0, |seconds| seconds.parse().unwrap());
 
     let (url, _server) = match env::var("DATABASE_URL") {
@@ -79,35 +72,73 @@ async fn main() {
         }
     };
     let machine = machine(&url).await;
-    for (word, what) in [("growth", true), ("memory", false)] {
-        if words.iter().any(|one| one == word) {
-            println!("{machine}");
-            return if what { scale::growth(&url).await } else { scale::memory(&url).await };
-        }
+    if asked.names("growth") {
+        println!("{machine}");
+        return scale::growth(&url).await;
+    }
+    if asked.names("memory") {
+        println!("{machine}");
+        return scale::memory(&url).await;
     }
 
     let bench = Bench::new(url, Duration::from_secs_f64(seconds)).await;
-    let kinds = only(&["fresh", "duplicates", "storm", "failures"]);
-    let numbers = only(&["1", "16", "64", "256"]);
     let mut all = Vec::new();
-    for events in [Events::Fresh, Events::Duplicates, Events::Storm, Events::Failures] {
-        if kinds.is_empty() || kinds.contains(&events.to_string()) {
-            for in_flight in [1, 16, 64, 256] {
-                if numbers.is_empty() || numbers.contains(&in_flight.to_string()) {
-                    all.extend(bench.measure(events, in_flight).await);
-                }
-            }
+    for events in EVENTS.into_iter().filter(|events| asked.wants(&EVENTS, events)) {
+        for in_flight in IN_FLIGHT.into_iter().filter(|number| asked.wants(&IN_FLIGHT, number)) {
+            all.extend(bench.measure(events, in_flight).await);
         }
     }
-    if let Some(path) = plot {
-        plot::draw(&path, &machine, &lines(&all)).unwrap();
+    if let Some(path) = &asked.plot {
+        plot::draw(path, &machine, &lines(&all)).unwrap();
     }
-    if as_json {
+    if asked.json {
         println!("{:#}", document(&machine, &all));
     } else {
         print(&machine, &all);
     }
 }
+
+/// What is asked for on the command line.
+struct Asked {
+    words: Vec<String>,
+    json: bool,
+    plot: Option<PathBuf>,
+}
+
+impl Asked {
+    fn read(arguments: impl Iterator<Item = String>) -> Result<Self, String> {
+        let (mut words, mut json, mut plot) = (Vec::new(), false, None);
+        let all = || EVENTS.iter().map(Events::to_string).chain(IN_FLIGHT.map(|n| n.to_string()));
+        let known: Vec<_> = all().chain(["growth", "memory"].map(str::to_owned)).collect();
+        let mut arguments = arguments;
+        while let Some(argument) = arguments.next() {
+            match &*argument {
+                // Cargo itself says so.
+                "--bench" => {}
+                "--json" => json = true,
+                "--plot" => plot = Some(arguments.next().ok_or("--plot needs a file")?.into()),
+                word if known.iter().any(|one| one == word) => words.push(argument),
+                other => {
+                    let known = known.join(", ");
+                    return Err(format!("{other:?} is none of --json, --plot FILE, {known}"));
+                }
+            }
+        }
+        Ok(Self { words, json, plot })
+    }
+
+    fn names(&self, word: &str) -> bool {
+        self.words.iter().any(|one| one == word)
+    }
+
+    /// Whether it is named, or none of its kind is.
+    fn wants<T: ToString>(&self, kind: &[T], one: &T) -> bool {
+        self.names(&one.to_string()) || !kind.iter().any(|other| self.names(&other.to_string()))
+    }
+}
+
+const EVENTS: [Events; 4] = [Events::Fresh, Events::Duplicates, Events::Storm, Events::Failures];
+const IN_FLIGHT: [usize; 4] = [1, 16, 64, 256];
 
 impl Bench {
     /// The baselines get the pools with which they are fastest here.
