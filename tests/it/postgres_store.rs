@@ -320,6 +320,26 @@ async fn what_the_database_defaults_to_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn who_forgets_a_key_waits_for_those_that_have_its_row() {
+    let db = postgres::schema().await;
+    db.store().await;
+    for named in [false, true] {
+        let store = db.builder().named_statements(named).connect(db.bare_url()).await.unwrap();
+        let held = claim("1");
+        store.claim(&held).await.unwrap();
+        let mut client = db.client().await;
+        let open = client.transaction().await.unwrap();
+        open.batch_execute("SELECT FROM processed_events FOR UPDATE").await.unwrap();
+        let asking = tokio::spawn(async move { store.forget(&held.key).await });
+        // Longer than claims wait.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert!(!asking.is_finished(), "named: {named}");
+        open.rollback().await.unwrap();
+        assert!(asking.await.unwrap().unwrap());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn operations_that_succeed_cost_a_pool_no_connection() {
     let db = postgres::schema().await;
     db.store().await;
