@@ -217,6 +217,31 @@ async fn each_answer_goes_to_its_own_caller() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn claims_of_several_keys_may_share_a_token() {
+    let db = postgres::schema().await;
+    let store = narrow(&db).await;
+    let (token, other) = (claim("0").token, claim("0").token);
+    let claims = |token| {
+        (0..60).map(move |n| {
+            let mut claim = claim(&n.to_string());
+            claim.token = token;
+            claim
+        })
+    };
+    for one in claims(other).step_by(2) {
+        assert_eq!(store.claim(&one).await.unwrap(), CLAIMED);
+    }
+    let is_held = |claim: &Claim| claim.key.as_str().parse::<usize>().unwrap() % 2 == 0;
+    for (claim, outcome) in at_once(&store, claims(token)).await {
+        match outcome.unwrap() {
+            CLAIMED => assert!(!is_held(&claim)),
+            ClaimOutcome::InProgress { .. } => assert!(is_held(&claim)),
+            outcome => panic!("{outcome:?}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn one_that_waits_for_another_transaction_does_not_stall_its_neighbours() {
     let db = postgres::schema().await;
     let store = narrow(&db).await;

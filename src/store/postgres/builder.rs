@@ -90,7 +90,7 @@ impl PgStoreBuilder {
     /// Says that the connections lead to the server itself, with no pooler in between, and makes
     /// use of it: each statement is prepared once for each connection, under a name, and the
     /// store's own connections are given isolation and timeouts once instead of with each
-    /// statement. A claim then takes as long as the shortest insert by hand. Default: no.
+    /// statement. A claim then takes hardly longer than an insert by hand. Default: no.
     ///
     /// Never behind a pooler in transaction mode: a name may belong to another client's statement
     /// there, and settings of a session reach other clients.

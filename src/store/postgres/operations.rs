@@ -1,11 +1,6 @@
 //! The protocol by statements: what each operation asks, and how its rows are read.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    slice::from_ref,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeSet, slice::from_ref, sync::Arc, time::Duration};
 
 use tokio::time::{Instant, sleep};
 use tokio_postgres::{Row, types::Type};
@@ -301,12 +296,15 @@ impl Operation for Look {
                 (&each(many, |look| millis(look.0.retention)), Type::INT8_ARRAY),
             ],
         };
-        let places: HashMap<_, _> =
-            many.iter().map(|look| &look.0.token.as_bytes()[..]).zip(0..).collect();
         let mut answers: Vec<_> = many.iter().map(|_| Ok(None)).collect();
         for row in shared.session.ask(&ask, deadline).await? {
-            let asked: &[u8] = row.try_get("asked").map_err(unreadable)?;
-            let answer = places.get(asked).and_then(|place| answers.get_mut::<usize>(*place));
+            let scope: &str = row.try_get("scope").map_err(unreadable)?;
+            let event_key: &str = row.try_get("event_key").map_err(unreadable)?;
+            let place = many.binary_search_by(|look| {
+                let key = &look.0.key;
+                (key.scope().as_str(), key.as_str()).cmp(&(scope, event_key))
+            });
+            let answer = place.ok().and_then(|place| answers.get_mut(place));
             let Some(answer) = answer else { continue };
             // Inserted rows come first, and count.
             if matches!(answer, Ok(None)) {

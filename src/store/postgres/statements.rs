@@ -58,9 +58,9 @@ impl Statements {
             // The same for several keys.
             //
             // Parameters: arrays of scope, key, token, lease, retention; sorted by key, each key
-            // once. Rows: as `claim`, with the token of the claim that each answers; those of
-            // inserted rows come first and count, should one of them be there twice. The locks are
-            // taken in the order of the keys. What is there is read only if something was not
+            // once. Rows: as `claim`, with the scope and key; those of inserted rows come first and
+            // count, should one of them be there twice. The locks are taken in the order of the
+            // keys. What is there is read only if something was not
             // inserted.
             claim_many: format!(
                 "WITH inserted AS (
@@ -72,12 +72,12 @@ impl Statements {
                      FROM unnest($1, $2, $3, $4, $5)
                          AS asked(scope, event_key, token, lease, retention)
                      ON CONFLICT (scope, event_key) DO NOTHING
-                     RETURNING token, lease_until
+                     RETURNING scope, event_key, token, lease_until
                  )
-                 SELECT token AS asked, {new} FROM inserted
+                 SELECT scope::text AS scope, event_key::text AS event_key, {new} FROM inserted
                  UNION ALL
-                 SELECT asked.token, {there}
-                 FROM unnest($1, $2, $3) AS asked(scope, event_key, token)
+                 SELECT there.scope::text, there.event_key::text, {there}
+                 FROM unnest($1, $2) AS asked(scope, event_key)
                       JOIN {table} AS there USING (scope, event_key)
                  WHERE (SELECT count(*) FROM inserted) < cardinality($1)",
                 new = new("token"),
