@@ -59,7 +59,7 @@ async fn handle<B>(request: Request<B>) -> Result<Response<Body>, Infallible> {
     Ok(Response::new(Body::default()))
 }
 
-fn layer() -> DedupeLayer {
+fn layer() -> DedupeLayer<MemoryStore> {
     let key = KeySource::header("x-github-delivery").unwrap();
     DedupeLayer::new(MemoryStore::new(), key).scope("bench")
 }

@@ -112,7 +112,7 @@ async fn run(demo: bool, port: u16, lease: Duration) -> Result<ExitCode, Fault> 
 /// The three senders' routes.
 fn app(
     fulfilments: Fulfilments,
-    dedupe: &tower_dedupe::DeduplicatorBuilder,
+    dedupe: &tower_dedupe::DeduplicatorBuilder<Arc<dyn ClaimStore>>,
 ) -> Result<Router, Fault> {
     let layer = |source: &str, scope| {
         Ok::<_, Fault>(

@@ -11,7 +11,7 @@ use super::{Deduplicator, Shared, drain::Flight};
 use crate::{
     claim::{EventKey, TextError},
     key::Volatile,
-    store::ClaimStore,
+    store::{ClaimStore, PgStore},
 };
 
 /// Sets a [`Deduplicator`] up.
@@ -26,15 +26,21 @@ use crate::{
 ///     .build()?;
 /// # Ok::<(), tower_dedupe::ConfigError>(())
 /// ```
-#[derive(Clone, Debug)]
-pub struct DeduplicatorBuilder {
-    store: Arc<dyn ClaimStore>,
+#[derive(Debug)]
+pub struct DeduplicatorBuilder<St: ?Sized = PgStore> {
+    store: Arc<St>,
     settings: Settings,
     flight: Arc<Flight>,
 }
 
-impl DeduplicatorBuilder {
-    pub(crate) fn new(store: impl ClaimStore) -> Self {
+impl<St: ?Sized> Clone for DeduplicatorBuilder<St> {
+    fn clone(&self) -> Self {
+        Self { store: self.store.clone(), settings: self.settings, flight: self.flight.clone() }
+    }
+}
+
+impl<St: ClaimStore> DeduplicatorBuilder<St> {
+    pub(crate) fn new(store: St) -> Self {
         Self {
             store: Arc::new(store),
             settings: Settings::default(),
@@ -138,7 +144,7 @@ impl DeduplicatorBuilder {
     /// # Errors
     ///
     /// [`ConfigError`] names the setting that is out of its bounds.
-    pub fn build(&self) -> Result<Deduplicator, ConfigError> {
+    pub fn build(&self) -> Result<Deduplicator<St>, ConfigError> {
         let Settings { lease, max_hold, retention, abandoned_retention, settle_timeout, .. } =
             self.settings;
         within("lease", lease, MIN_LEASE, MAX_LEASE)?;
@@ -153,10 +159,11 @@ impl DeduplicatorBuilder {
     }
 
     /// The deduplicator of settings that are known to be within their bounds.
-    pub(super) fn into_checked(self) -> Deduplicator {
+    pub(super) fn into_checked(self) -> Deduplicator<St> {
         let Self { store, settings, flight } = self;
         let keeper = OnceLock::new();
-        Deduplicator { shared: Arc::new(Shared { store, settings, flight, keeper }) }
+        let shared = Shared { store: store.clone(), settings, flight, keeper };
+        Deduplicator { store, shared: Arc::new(shared) }
     }
 }
 

@@ -31,7 +31,7 @@ use self::{
 };
 use crate::{
     claim::{ClaimInfo, EventKey},
-    store::{ClaimStore, StoreError},
+    store::{ClaimStore, PgStore, StoreError},
 };
 
 pub(crate) use self::config::within;
@@ -40,6 +40,7 @@ pub use self::config::{ConfigError, DeduplicatorBuilder, LeaseLost};
 /// Runs work at most once at a time for each event key, and never again once it succeeded.
 ///
 /// Cloning is cheap; clones share their bound of deliveries in flight and are drained together.
+/// Where a type names no store, [`PgStore`] is meant.
 ///
 /// # Examples
 ///
@@ -62,25 +63,39 @@ pub use self::config::{ConfigError, DeduplicatorBuilder, LeaseLost};
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, Debug)]
-pub struct Deduplicator {
+#[derive(Debug)]
+pub struct Deduplicator<St: ?Sized = PgStore> {
+    store: Arc<St>,
     shared: Arc<Shared>,
 }
 
-impl Deduplicator {
+impl<St: ?Sized> Clone for Deduplicator<St> {
+    fn clone(&self) -> Self {
+        Self { store: self.store.clone(), shared: self.shared.clone() }
+    }
+}
+
+impl<St: ClaimStore> Deduplicator<St> {
     /// A deduplicator with the defaults that [`DeduplicatorBuilder`] documents.
-    pub fn new(store: impl ClaimStore) -> Self {
+    pub fn new(store: St) -> Self {
         DeduplicatorBuilder::new(store).into_checked()
     }
 
     /// A deduplicator with other settings.
-    pub fn builder(store: impl ClaimStore) -> DeduplicatorBuilder {
+    pub fn builder(store: St) -> DeduplicatorBuilder<St> {
         DeduplicatorBuilder::new(store)
     }
 
+    /// The same, for those to whom it is all one which store it is.
+    pub(crate) fn of_any_store(&self) -> Deduplicator<dyn ClaimStore> {
+        Deduplicator { store: self.shared.store.clone(), shared: self.shared.clone() }
+    }
+}
+
+impl<St: ClaimStore + ?Sized> Deduplicator<St> {
     /// The store that holds the claims.
-    pub fn store(&self) -> &dyn ClaimStore {
-        &*self.shared.store
+    pub fn store(&self) -> &St {
+        &self.store
     }
 
     /// Claims the key, runs the work, and marks the key done if the work returns `Ok`. An `Err`, a

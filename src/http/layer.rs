@@ -16,7 +16,7 @@ use crate::{
     claim::{EventKey, Scope, TextError},
     dedupe::{ConfigError, Deduplicator, DeduplicatorBuilder, LeaseLost, within},
     key::{KeySource, NoKey},
-    store::ClaimStore,
+    store::{ClaimStore, PgStore},
 };
 
 /// Wraps services so that each event's handler completes once, and no event is lost.
@@ -26,7 +26,7 @@ use crate::{
 /// at once after a failure, when the lease ends after a crash.
 ///
 /// Put it inside whatever verifies signatures, so that forged requests never claim a key, and
-/// outside whatever the handler needs.
+/// outside whatever the handler needs. Where a type names no store, [`PgStore`] is meant.
 ///
 /// # Examples
 ///
@@ -52,21 +52,27 @@ use crate::{
 /// [`layer`](Layer::layer) panics if a setting is out of its bounds, with the message of the
 /// [`ConfigError`] that [`check`](Self::check) returns: call that first where the settings come
 /// from outside.
-#[derive(Clone, Debug)]
-pub struct DedupeLayer {
-    dedupe: DeduplicatorBuilder,
+#[derive(Debug)]
+pub struct DedupeLayer<St: ?Sized = PgStore> {
+    dedupe: DeduplicatorBuilder<St>,
     config: Config,
 }
 
-impl DedupeLayer {
+impl<St: ?Sized> Clone for DedupeLayer<St> {
+    fn clone(&self) -> Self {
+        Self { dedupe: self.dedupe.clone(), config: self.config.clone() }
+    }
+}
+
+impl<St: ClaimStore> DedupeLayer<St> {
     /// A layer with the defaults that the setters document.
-    pub fn new(store: impl ClaimStore, source: KeySource) -> Self {
+    pub fn new(store: St, source: KeySource) -> Self {
         Self::from_builder(Deduplicator::builder(store), source)
     }
 
     /// A layer on a deduplicator that is set up already. Layers on clones of one builder share its
     /// bound of deliveries in flight, and are drained together.
-    pub fn from_builder(dedupe: DeduplicatorBuilder, source: KeySource) -> Self {
+    pub fn from_builder(dedupe: DeduplicatorBuilder<St>, source: KeySource) -> Self {
         Self { dedupe, config: Config::new(source) }
     }
 
@@ -245,19 +251,22 @@ impl DedupeLayer {
     /// # Errors
     ///
     /// [`ConfigError`] names the setting that is out of its bounds.
-    pub fn check(&self) -> Result<Deduplicator, ConfigError> {
+    pub fn check(&self) -> Result<Deduplicator<St>, ConfigError> {
         self.config.check()?;
         self.dedupe.build()
     }
 }
 
-impl<S> Layer<S> for DedupeLayer {
+impl<S, St: ClaimStore> Layer<S> for DedupeLayer<St> {
     type Service = Dedupe<S>;
 
     #[expect(clippy::panic, reason = "documented: the trait leaves no way to return an error")]
     fn layer(&self, inner: S) -> Dedupe<S> {
         match self.check() {
-            Ok(dedupe) => Dedupe::new(inner, Ready { dedupe, config: self.config.clone() }),
+            Ok(dedupe) => {
+                let dedupe = dedupe.of_any_store();
+                Dedupe::new(inner, Ready { dedupe, config: self.config.clone() })
+            }
             Err(error) => panic!("DedupeLayer: {error}"),
         }
     }

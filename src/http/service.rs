@@ -29,6 +29,7 @@ use super::{
 use crate::{
     claim::{ClaimInfo, EventKey},
     dedupe::{Deduplicator, Delivery, NotRun, Verdict, Work},
+    store::ClaimStore,
 };
 
 /// Deduplicates the requests of a service. Made by [`DedupeLayer`](super::DedupeLayer).
@@ -45,7 +46,7 @@ pub struct Dedupe<S> {
 /// What the services of one layer share.
 #[derive(Debug)]
 pub(super) struct Ready {
-    pub(super) dedupe: Deduplicator,
+    pub(super) dedupe: Deduplicator<dyn ClaimStore>,
     pub(super) config: Config,
 }
 

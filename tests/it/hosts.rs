@@ -28,7 +28,7 @@ use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::support::http;
 
-fn layer() -> DedupeLayer {
+fn layer() -> DedupeLayer<MemoryStore> {
     DedupeLayer::new(MemoryStore::new(), KeySource::header("x-id").unwrap())
 }
 

@@ -94,7 +94,7 @@ impl Handler {
     }
 
     /// Sends one request through the layer.
-    async fn send<B>(&self, layer: &DedupeLayer, request: Request<B>) -> Answer
+    async fn send<B>(&self, layer: &DedupeLayer<Scripted>, request: Request<B>) -> Answer
     where
         B: Body<Data = Bytes, Error = Infallible> + Send + 'static,
     {
@@ -152,11 +152,11 @@ fn post_with(name: &str, value: &str) -> Request<Full<Bytes>> {
     request
 }
 
-fn by_id(store: &Scripted) -> DedupeLayer {
+fn by_id(store: &Scripted) -> DedupeLayer<Scripted> {
     DedupeLayer::new(store.clone(), KeySource::json("$.id").unwrap())
 }
 
-fn by_header(store: &Scripted) -> DedupeLayer {
+fn by_header(store: &Scripted) -> DedupeLayer<Scripted> {
     DedupeLayer::new(store.clone(), KeySource::header("x-id").unwrap())
 }
 

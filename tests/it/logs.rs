@@ -39,7 +39,7 @@ impl MakeWriter<'_> for Log {
 }
 
 /// Sends requests that go wrong in each way that is logged; gives the log.
-async fn log_of(layer: impl Fn(DedupeLayer) -> DedupeLayer) -> String {
+async fn log_of(layer: impl Fn(DedupeLayer<Scripted>) -> DedupeLayer<Scripted>) -> String {
     let log = Log::default();
     let subscriber = tracing_subscriber::fmt()
         .with_max_level(tracing::Level::TRACE)
