@@ -19,6 +19,8 @@
 mod client;
 #[path = "support/demo.rs"]
 mod demo;
+#[path = "support/server.rs"]
+mod server;
 #[path = "support/supervisor.rs"]
 mod supervisor;
 #[path = "support/throwaway.rs"]
@@ -27,7 +29,6 @@ mod throwaway;
 
 use std::{
     env,
-    error::Error,
     process::ExitCode,
     sync::{Arc, Mutex},
     time::{Duration, SystemTime},
@@ -40,17 +41,14 @@ use axum::{
     routing::{get, post},
 };
 use serde_json::{Value, json};
-use tokio::{
-    net::TcpListener,
-    signal::unix::{SignalKind, signal},
-};
 use tower_dedupe::{
     ClaimInfo, ClaimStore, DedupeLayer, Deduplicator, KeySource, MemoryStore, PgStore,
 };
 
-use self::throwaway::{Durability, Throwaway};
-
-type Fault = Box<dyn Error + Send + Sync>;
+use self::{
+    server::{Fault, lease, port, with_sources},
+    throwaway::{Durability, Throwaway},
+};
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -163,37 +161,11 @@ async fn list(State(fulfilments): State<Fulfilments>) -> Result<Json<Value>, Sta
     })
 }
 
-/// Listens until it is told to stop, then waits for the handlers that are at work.
 async fn serve(fulfilments: Fulfilments, port: u16, lease: Duration) -> Result<ExitCode, Fault> {
     let builder = Deduplicator::builder(fulfilments.store()).lease(lease);
-    let dedupe = builder.clone().build()?;
     let app = app(fulfilments, &builder)?;
-    let listener = TcpListener::bind(("127.0.0.1", port)).await.map_err(|error| {
-        format!("could not listen on port {port}: {error}; choose another with PORT, 0 picks one")
-    })?;
-    let address = format!("http://{}", listener.local_addr()?);
-    println!("listening on {address}");
-    if !supervisor::is_quiet() {
-        print_curl_lines(&address, lease);
-    }
-    axum::serve(listener, app).with_graceful_shutdown(told_to_stop()).await?;
-    // Handlers whose senders have hung up are not known to the server.
-    dedupe.drain(Duration::from_secs(10)).await;
-    Ok(ExitCode::SUCCESS)
-}
-
-async fn told_to_stop() {
-    let terminated = async {
-        match signal(SignalKind::terminate()) {
-            Ok(mut terminate) => drop(terminate.recv().await),
-            Err(_) => std::future::pending().await,
-        }
-    };
-    tokio::select! {
-        _ = tokio::signal::ctrl_c() => {}
-        () = terminated => {}
-        () = supervisor::is_gone() => {}
-    }
+    let announce = |address: &str| print_curl_lines(address, lease);
+    server::serve(app, builder.build()?, port, announce).await
 }
 
 fn print_curl_lines(address: &str, lease: Duration) {
@@ -282,28 +254,5 @@ impl Fulfilments {
                 Ok(Value::Array(rows.lock().map_err(|_| "a thread panicked")?.clone()))
             }
         }
-    }
-}
-
-fn port() -> Result<u16, Fault> {
-    let Ok(port) = env::var("PORT") else { return Ok(3000) };
-    port.parse()
-        .map_err(|_| format!("PORT={port:?} is no port: 0 to 65535, 0 picks a free one").into())
-}
-
-fn lease() -> Result<Duration, Fault> {
-    let lease = env::var("LEASE").unwrap_or_else(|_| "5s".into());
-    match humantime::parse_duration(&lease) {
-        Ok(lease) if lease >= Duration::from_millis(100) => Ok(lease),
-        _ => {
-            Err(format!("LEASE={lease:?} is no lease: 100ms or more, such as 500ms, 5s, 2m").into())
-        }
-    }
-}
-
-fn with_sources(error: &dyn Error) -> String {
-    match error.source() {
-        Some(source) => format!("{error}: {}", with_sources(source)),
-        None => error.to_string(),
     }
 }

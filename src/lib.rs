@@ -31,6 +31,7 @@
 //! | you want | look at |
 //! |---|---|
 //! | to put it in front of handlers | [`DedupeLayer`]: all settings and their defaults |
+//! | to write to the same database, exactly once | [`transaction`] |
 //! | to say where the key is, and avoid the wrong one | [`key`] |
 //! | to run events that are no HTTP requests, or many in one | [`Deduplicator`] |
 //! | to connect, migrate, share a pool | [`PgStore`] and its [builder](store::PgStoreBuilder) |
@@ -68,6 +69,7 @@ pub mod key;
 pub mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod transaction;
 
 pub use crate::{
     claim::{ClaimInfo, EventKey, Scope, TextError},
@@ -78,6 +80,7 @@ pub use crate::{
     },
     key::{KeySource, KeySourceError},
     store::{ClaimStore, MemoryStore, PgStore, StoreError},
+    transaction::{Transaction, TransactionError},
 };
 
 /// The README's examples are compiled.

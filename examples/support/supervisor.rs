@@ -1,4 +1,4 @@
-//! Keeps the quickstart's server running in a process of its own, so that a crash of it, which is
+//! Keeps an example's server running in a process of its own, so that a crash of it, which is
 //! part of the show, does not take the throwaway database along.
 
 use std::{
@@ -16,7 +16,7 @@ use tokio::{
     sync::oneshot,
 };
 
-use super::Fault;
+use super::server::Fault;
 
 /// Runs the server and starts it again when it crashes, until it ends by itself or is told to stop.
 pub async fn serve(database: &str, port: u16) -> Result<ExitCode, Fault> {
@@ -86,5 +86,5 @@ pub fn is_quiet() -> bool {
     env::var_os(QUIET).is_some()
 }
 
-const SUPERVISED: &str = "QUICKSTART_IS_SUPERVISED";
-pub const QUIET: &str = "QUICKSTART_IS_QUIET";
+const SUPERVISED: &str = "EXAMPLE_IS_SUPERVISED";
+pub const QUIET: &str = "EXAMPLE_IS_QUIET";

@@ -39,6 +39,12 @@ impl<St: ?Sized> Clone for DeduplicatorBuilder<St> {
     }
 }
 
+impl<St: ?Sized> DeduplicatorBuilder<St> {
+    pub(crate) fn store(&self) -> &St {
+        &self.store
+    }
+}
+
 impl<St: ClaimStore> DeduplicatorBuilder<St> {
     pub(crate) fn new(store: St) -> Self {
         Self {
@@ -209,6 +215,8 @@ pub enum ConfigError {
         /// What was given.
         given: u16,
     },
+    /// A handler that is given a transaction cannot run while the database is away.
+    PassThroughInTransaction,
 }
 
 impl fmt::Display for ConfigError {
@@ -229,6 +237,10 @@ impl fmt::Display for ConfigError {
                 "duplicates would be answered with {given}, which is no success: senders would \
                  retry for ever",
             ),
+            Self::PassThroughInTransaction => f.write_str(
+                "store_down is PassThrough and the layer is transactional: without the database \
+                 the handler has no transaction; leave it at Reject",
+            ),
         }
     }
 }
@@ -236,12 +248,12 @@ impl fmt::Display for ConfigError {
 impl std::error::Error for ConfigError {}
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Settings {
-    pub(super) lease: Duration,
-    pub(super) max_hold: Duration,
-    pub(super) retention: Duration,
-    pub(super) abandoned_retention: Duration,
-    pub(super) settle_timeout: Duration,
+pub(crate) struct Settings {
+    pub(crate) lease: Duration,
+    pub(crate) max_hold: Duration,
+    pub(crate) retention: Duration,
+    pub(crate) abandoned_retention: Duration,
+    pub(crate) settle_timeout: Duration,
     pub(super) detached: bool,
     pub(super) lease_lost: LeaseLost,
     redact_keys: bool,
@@ -263,7 +275,7 @@ impl Default for Settings {
 }
 
 impl Settings {
-    pub(super) fn shown<'a>(&self, key: &'a EventKey) -> Shown<'a> {
+    pub(crate) fn shown<'a>(&self, key: &'a EventKey) -> Shown<'a> {
         Shown { key, redacted: self.redact_keys }
     }
 

@@ -66,14 +66,14 @@ impl Flight {
 
 /// One delivery's place in flight.
 #[derive(Debug)]
-pub(super) struct Permit {
+pub(crate) struct Permit {
     _permit: OwnedSemaphorePermit,
     flight: Arc<Flight>,
 }
 
 impl Permit {
     /// Ends when the drain has lost its patience.
-    pub(super) async fn cut(&self) {
+    pub(crate) async fn cut(&self) {
         // The sender is there for as long as this is.
         let _ = self.flight.cut.subscribe().wait_for(|cut| *cut).await;
     }

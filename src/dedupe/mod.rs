@@ -24,18 +24,20 @@ use tokio::{runtime, select};
 use tracing::Instrument;
 
 use self::{
-    config::Settings,
-    drain::{Flight, Permit},
+    drain::Flight,
     guard::{Granted, Guard},
     keeper::Keeper,
 };
 use crate::{
     claim::{ClaimInfo, EventKey},
-    store::{ClaimStore, PgStore, StoreError},
+    store::{ClaimStore, NotCommitted, PgStore, StoreError},
 };
 
-pub(crate) use self::config::within;
 pub use self::config::{ConfigError, DeduplicatorBuilder, LeaseLost};
+pub(crate) use self::{
+    config::{Settings, within},
+    drain::Permit,
+};
 
 /// Runs work at most once at a time for each event key, and never again once it succeeded.
 ///
@@ -123,17 +125,7 @@ impl<St: ClaimStore + ?Sized> Deduplicator<St> {
         T: Send + 'static,
         E: Send + 'static,
     {
-        match self.deliver(key, Fallible(work)).await {
-            Delivery::Ran(Ok(value)) => Ok(Outcome::Ran(value)),
-            Delivery::Ran(Err(error)) => Err(RunError::Work(error)),
-            Delivery::Cut => Err(RunError::Cancelled),
-            Delivery::NotRun(NotRun::Done { .. }, _) => Ok(Outcome::Duplicate),
-            Delivery::NotRun(NotRun::InProgress { lease_left }, _) => {
-                Ok(Outcome::InProgress { lease_left })
-            }
-            Delivery::NotRun(NotRun::Busy, _) => Err(RunError::TooManyInFlight),
-            Delivery::NotRun(NotRun::Store(error), _) => Err(RunError::Store(error)),
-        }
+        self.deliver(key, Fallible(work)).await.told()
     }
 
     /// Takes no new deliveries, waits for those in flight, and cuts those that have not ended
@@ -149,12 +141,32 @@ impl<St: ClaimStore + ?Sized> Deduplicator<St> {
     }
 
     /// Claim, run, settle; gives the work back if it was not run.
-    pub(crate) async fn deliver<W: Work>(&self, key: EventKey, work: W) -> Delivery<W> {
+    pub(crate) async fn deliver<W: Work<ClaimInfo>>(
+        &self,
+        key: EventKey,
+        work: W,
+    ) -> Delivery<W, W::Output> {
+        let shared = self.shared.clone();
+        self.conduct(work, |permit, work| claim_run_settle(shared, permit, key, work)).await
+    }
+
+    /// Carries a delivery out, if there is a place in flight for it: on a task of its own, if it is
+    /// to be detached.
+    pub(crate) async fn conduct<W, T, D>(
+        &self,
+        work: W,
+        delivery: impl FnOnce(Permit, W) -> D,
+    ) -> Delivery<W, T>
+    where
+        W: Send + 'static,
+        T: Send + 'static,
+        D: Future<Output = Delivery<W, T>> + Send + 'static,
+    {
         let Some(permit) = self.shared.flight.enter() else {
             return Delivery::NotRun(NotRun::Busy, work);
         };
         // On the heap once, rather than moved there and back, at its whole size, by each that holds it.
-        let delivery = Box::pin(claim_run_settle(self.shared.clone(), permit, key, work));
+        let delivery = Box::pin(delivery(permit, work));
         if !self.shared.settings.detached {
             return delivery.await;
         }
@@ -166,6 +178,10 @@ impl<St: ClaimStore + ?Sized> Deduplicator<St> {
                 Err(_) => Delivery::Cut,
             },
         }
+    }
+
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.shared.settings
     }
 
     /// Whether nothing of a key may be shown.
@@ -208,6 +224,9 @@ pub enum RunError<E> {
     /// The work was dropped before its end: the drain's patience was over, the runtime shut down,
     /// or the lease was lost under [`LeaseLost::Cancel`].
     Cancelled,
+    /// The work succeeded and its transaction was not committed. Only from
+    /// [`run_in_transaction`](Deduplicator::run_in_transaction).
+    NotCommitted(NotCommitted),
 }
 
 impl<E: fmt::Display> fmt::Display for RunError<E> {
@@ -217,6 +236,7 @@ impl<E: fmt::Display> fmt::Display for RunError<E> {
             Self::Store(error) => error.fmt(f),
             Self::TooManyInFlight => f.write_str("too many events in flight, try again later"),
             Self::Cancelled => f.write_str("the work was dropped before its end"),
+            Self::NotCommitted(why) => why.fmt(f),
         }
     }
 }
@@ -226,18 +246,20 @@ impl<E: std::error::Error> std::error::Error for RunError<E> {
         match self {
             Self::Work(error) => error.source(),
             Self::Store(error) => std::error::Error::source(error),
+            Self::NotCommitted(why) => std::error::Error::source(why),
             Self::TooManyInFlight | Self::Cancelled => None,
         }
     }
 }
 
-/// What a claim is for: started once the key is claimed, judged when it ends.
-pub(crate) trait Work: Send + 'static {
+/// What a claim is for: started once the key is claimed, with what it is granted, and judged when it
+/// ends.
+pub(crate) trait Work<G>: Send + 'static {
     /// What the caller gets.
     type Output: Send + 'static;
 
     /// Does the work and says whether it succeeded.
-    fn start(self, info: ClaimInfo) -> impl Future<Output = (Self::Output, Verdict)> + Send;
+    fn start(self, granted: G) -> impl Future<Output = (Self::Output, Verdict)> + Send;
 }
 
 /// Whether a piece of work succeeded.
@@ -250,13 +272,30 @@ pub(crate) enum Verdict {
 }
 
 /// How a delivery ended.
-pub(crate) enum Delivery<W: Work> {
+pub(crate) enum Delivery<W, T> {
     /// The work ran to its end, and its claim is settled.
-    Ran(W::Output),
+    Ran(T),
     /// The work was not started, and nothing is claimed.
     NotRun(NotRun, W),
     /// The work was started and dropped before its end; the key is freed.
     Cut,
+}
+
+impl<W, T, E> Delivery<W, Result<T, E>> {
+    /// What the caller of the public interface is told.
+    pub(crate) fn told(self) -> Result<Outcome<T>, RunError<E>> {
+        match self {
+            Self::Ran(Ok(value)) => Ok(Outcome::Ran(value)),
+            Self::Ran(Err(error)) => Err(RunError::Work(error)),
+            Self::Cut => Err(RunError::Cancelled),
+            Self::NotRun(NotRun::Done { .. }, _) => Ok(Outcome::Duplicate),
+            Self::NotRun(NotRun::InProgress { lease_left }, _) => {
+                Ok(Outcome::InProgress { lease_left })
+            }
+            Self::NotRun(NotRun::Busy, _) => Err(RunError::TooManyInFlight),
+            Self::NotRun(NotRun::Store(error), _) => Err(RunError::Store(error)),
+        }
+    }
 }
 
 /// Why work was not started.
@@ -287,12 +326,12 @@ impl Shared {
 
 /// The whole life of a delivery. May be dropped anywhere: the guard then does what is left to do.
 #[expect(clippy::manual_async_fn, reason = "it would keep a second place for each argument")]
-fn claim_run_settle<W: Work>(
+fn claim_run_settle<W: Work<ClaimInfo>>(
     shared: Arc<Shared>,
     permit: Permit,
     key: EventKey,
     work: W,
-) -> impl Future<Output = Delivery<W>> + Send {
+) -> impl Future<Output = Delivery<W, W::Output>> + Send {
     async move {
         let mut guard = match Guard::claim(shared, permit, key).await {
             Granted::Claimed(guard) => guard,
@@ -342,7 +381,7 @@ enum End<T> {
 /// Catches a panic of the future, so that its claim can be freed before the panic goes on.
 ///
 /// Unwind safety is the caller's: the future is not polled again, and the panic goes on.
-async fn caught<F>(mut future: Pin<&mut F>) -> Result<F::Output, Box<dyn Any + Send>>
+pub(crate) async fn caught<F>(mut future: Pin<&mut F>) -> Result<F::Output, Box<dyn Any + Send>>
 where
     F: Future + ?Sized,
 {
@@ -355,19 +394,20 @@ where
 }
 
 /// Work that succeeds by returning `Ok`.
-struct Fallible<F>(F);
+pub(crate) struct Fallible<F>(pub(crate) F);
 
-impl<F, Fut, T, E> Work for Fallible<F>
+impl<G, F, Fut, T, E> Work<G> for Fallible<F>
 where
-    F: FnOnce(ClaimInfo) -> Fut + Send + 'static,
+    G: Send,
+    F: FnOnce(G) -> Fut + Send + 'static,
     Fut: Future<Output = Result<T, E>> + Send + 'static,
     T: Send + 'static,
     E: Send + 'static,
 {
     type Output = Result<T, E>;
 
-    async fn start(self, info: ClaimInfo) -> (Self::Output, Verdict) {
-        let output = (self.0)(info).await;
+    async fn start(self, granted: G) -> (Self::Output, Verdict) {
+        let output = (self.0)(granted).await;
         let verdict = if output.is_ok() { Verdict::Done(None) } else { Verdict::Failed };
         (output, verdict)
     }

@@ -8,6 +8,7 @@ use http::{
 };
 
 use super::{body::DedupeBody, policy::Duplicate};
+use crate::store::{NotCommitted, NotCommittedKind};
 
 /// Why the layer answered instead of the handler, or ran the handler without deduplication.
 ///
@@ -33,6 +34,10 @@ pub enum DedupeStatus {
     UnsupportedEncoding,
     /// The store failed.
     StoreUnavailable,
+    /// The handler's transaction was not committed because of another one, and may be the next time.
+    TransactionConflict,
+    /// The handler's transaction was not committed, through a fault of the handler.
+    NotCommitted,
     /// As much is in flight as `max_in_flight` allows, or the layer is drained.
     TooManyInFlight,
 }
@@ -53,6 +58,8 @@ impl DedupeStatus {
             Self::BodyUnreadable => "body-unreadable",
             Self::UnsupportedEncoding => "unsupported-encoding",
             Self::StoreUnavailable => "store-unavailable",
+            Self::TransactionConflict => "transaction-conflict",
+            Self::NotCommitted => "not-committed",
             Self::TooManyInFlight => "too-many-in-flight",
         }
     }
@@ -84,6 +91,7 @@ pub(super) enum Refusal {
     StoreUnavailable,
     TooManyInFlight,
     Cut,
+    NotCommitted(NotCommitted),
 }
 
 impl Refusal {
@@ -171,6 +179,27 @@ impl Refusal {
                 Some(BUSY_RETRY_SECONDS),
                 "the handling of this event was cut short; send it again later".into(),
             ),
+            Self::NotCommitted(why) => {
+                let (status, reason, retry_after) = match why.kind() {
+                    NotCommittedKind::Conflict => (
+                        StatusCode::SERVICE_UNAVAILABLE,
+                        Is::TransactionConflict,
+                        Some(BUSY_RETRY_SECONDS),
+                    ),
+                    NotCommittedKind::Lost | NotCommittedKind::Unknown => (
+                        StatusCode::SERVICE_UNAVAILABLE,
+                        Is::StoreUnavailable,
+                        Some(STORE_RETRY_SECONDS),
+                    ),
+                    NotCommittedKind::Aborted
+                    | NotCommittedKind::Refused
+                    | NotCommittedKind::InUse
+                    | NotCommittedKind::EndedByHandler => {
+                        (StatusCode::INTERNAL_SERVER_ERROR, Is::NotCommitted, None)
+                    }
+                };
+                (status, reason, retry_after, why.to_string())
+            }
         }
     }
 }

@@ -1,9 +1,17 @@
-//! `ClaimInfo` as an Axum extractor.
+//! `ClaimInfo` and `Transaction` as Axum extractors.
 
-use axum::extract::{FromRequestParts, OptionalFromRequestParts};
-use http::{StatusCode, request::Parts};
+use std::convert::Infallible;
 
-use crate::claim::ClaimInfo;
+use axum::{
+    extract::{FromRequestParts, OptionalFromRequestParts},
+    response::{IntoResponse, Response},
+};
+use http::{HeaderValue, StatusCode, header::RETRY_AFTER, request::Parts};
+
+use crate::{
+    claim::ClaimInfo,
+    transaction::{Transaction, TransactionError},
+};
 
 /// Rejects with 500 where no layer has put it: the route is not deduplicated, or the request passed
 /// through without a key. Extract `Option<ClaimInfo>` where that may be.
@@ -19,9 +27,43 @@ impl<S: Sync> FromRequestParts<S> for ClaimInfo {
 }
 
 impl<S: Sync> OptionalFromRequestParts<S> for ClaimInfo {
-    type Rejection = std::convert::Infallible;
+    type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Option<Self>, Self::Rejection> {
         Ok(parts.extensions.get().cloned())
+    }
+}
+
+/// Rejects with 500 where no layer has put it: the layer is not transactional, or the request passed
+/// through without a key. Extract `Option<Transaction>` where that may be.
+impl<S: Sync> FromRequestParts<S> for Transaction {
+    type Rejection = (StatusCode, &'static str);
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
+        parts.extensions.get().cloned().ok_or((
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "no transaction: the layer of this route is not transactional, or the request has no \
+             event key",
+        ))
+    }
+}
+
+impl<S: Sync> OptionalFromRequestParts<S> for Transaction {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Option<Self>, Self::Rejection> {
+        Ok(parts.extensions.get().cloned())
+    }
+}
+
+impl IntoResponse for TransactionError {
+    fn into_response(self) -> Response {
+        // Without its source, whose text may quote rows.
+        tracing::error!(error = %self, "a handler's statement failed");
+        if self.is_conflict() {
+            let come_back = [(RETRY_AFTER, HeaderValue::from_static("1"))];
+            return (StatusCode::SERVICE_UNAVAILABLE, come_back).into_response();
+        }
+        StatusCode::INTERNAL_SERVER_ERROR.into_response()
     }
 }

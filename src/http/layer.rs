@@ -56,11 +56,32 @@ use crate::{
 pub struct DedupeLayer<St: ?Sized = PgStore> {
     dedupe: DeduplicatorBuilder<St>,
     config: Config,
+    transactions: Option<PgStore>,
 }
 
 impl<St: ?Sized> Clone for DedupeLayer<St> {
     fn clone(&self) -> Self {
-        Self { dedupe: self.dedupe.clone(), config: self.config.clone() }
+        let Self { dedupe, config, transactions } = self;
+        Self { dedupe: dedupe.clone(), config: config.clone(), transactions: transactions.clone() }
+    }
+}
+
+impl DedupeLayer {
+    /// Gives each handler a [`Transaction`](crate::Transaction) in which its event is claimed, and
+    /// commits it, with the done mark, when the handler succeeds: exactly once, for what the handler
+    /// writes through it. Needs one connection for each request in flight.
+    ///
+    /// [`transaction`](crate::transaction) says when to use it and what changes. Of the settings,
+    /// [`max_hold`](Self::max_hold) is when a handler is dropped and rolled back,
+    /// [`lease`](Self::lease) how long it may be silent between two statements,
+    /// [`settle_timeout`](Self::settle_timeout) how long its commit may take;
+    /// [`lease_lost`](Self::lease_lost) means nothing. A request without a key passes through
+    /// without a transaction, unless [`missing_key`](Self::missing_key) is
+    /// [`Reject`](MissingKey::Reject).
+    #[must_use]
+    pub fn transactional(mut self) -> Self {
+        self.transactions = Some(self.dedupe.store().clone());
+        self
     }
 }
 
@@ -73,7 +94,7 @@ impl<St: ClaimStore> DedupeLayer<St> {
     /// A layer on a deduplicator that is set up already. Layers on clones of one builder share its
     /// bound of deliveries in flight, and are drained together.
     pub fn from_builder(dedupe: DeduplicatorBuilder<St>, source: KeySource) -> Self {
-        Self { dedupe, config: Config::new(source) }
+        Self { dedupe, config: Config::new(source), transactions: None }
     }
 
     /// The scope of this layer's keys, 1 to 255 bytes without control characters. Default: the path
@@ -253,6 +274,9 @@ impl<St: ClaimStore> DedupeLayer<St> {
     /// [`ConfigError`] names the setting that is out of its bounds.
     pub fn check(&self) -> Result<Deduplicator<St>, ConfigError> {
         self.config.check()?;
+        if self.transactions.is_some() && self.config.store_down == StoreDown::PassThrough {
+            return Err(ConfigError::PassThroughInTransaction);
+        }
         self.dedupe.build()
     }
 }
@@ -265,7 +289,8 @@ impl<S, St: ClaimStore> Layer<S> for DedupeLayer<St> {
         match self.check() {
             Ok(dedupe) => {
                 let dedupe = dedupe.of_any_store();
-                Dedupe::new(inner, Ready { dedupe, config: self.config.clone() })
+                let Self { config, transactions, .. } = self.clone();
+                Dedupe::new(inner, Ready { dedupe, config, transactions })
             }
             Err(error) => panic!("DedupeLayer: {error}"),
         }

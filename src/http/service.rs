@@ -29,7 +29,8 @@ use super::{
 use crate::{
     claim::{ClaimInfo, EventKey},
     dedupe::{Deduplicator, Delivery, NotRun, Verdict, Work},
-    store::ClaimStore,
+    store::{ClaimStore, PgStore},
+    transaction::{self, Settled, Transaction},
 };
 
 /// Deduplicates the requests of a service. Made by [`DedupeLayer`](super::DedupeLayer).
@@ -48,6 +49,8 @@ pub struct Dedupe<S> {
 pub(super) struct Ready {
     pub(super) dedupe: Deduplicator<dyn ClaimStore>,
     pub(super) config: Config,
+    /// Where handlers are given a transaction, in transaction mode.
+    pub(super) transactions: Option<PgStore>,
 }
 
 impl<S> Dedupe<S> {
@@ -183,10 +186,22 @@ where
     B::Error: Into<Box<dyn Error + Send + Sync>>,
     R: Send + 'static,
 {
-    let Ready { dedupe, config } = ready;
+    let Ready { dedupe, config, transactions } = ready;
     let mut patience = Patience::of(config.in_progress);
     loop {
-        let (why, unused) = match dedupe.deliver(key.clone(), call).await {
+        let delivery = match transactions {
+            None => dedupe.deliver(key.clone(), call).await,
+            Some(store) => match transaction::deliver(dedupe, store, key.clone(), call).await {
+                // Whatever the handler has answered, it does not hold.
+                Delivery::Ran(Settled { not_committed: Some(why), .. }) => {
+                    return Ok(Refusal::NotCommitted(why).response());
+                }
+                Delivery::Ran(Settled { output, .. }) => Delivery::Ran(output),
+                Delivery::NotRun(why, call) => Delivery::NotRun(why, call),
+                Delivery::Cut => Delivery::Cut,
+            },
+        };
+        let (why, unused) = match delivery {
             Delivery::Ran(result) => return result.map(|response| response.map(DedupeBody::inner)),
             Delivery::Cut => return Ok(Refusal::Cut.response()),
             Delivery::NotRun(why, call) => (why, call),
@@ -240,7 +255,7 @@ struct Call<S, B> {
     success: Success,
 }
 
-impl<S, B, R> Work for Call<S, B>
+impl<S, B, R> Work<ClaimInfo> for Call<S, B>
 where
     S: Service<Request<DedupeBody<B>>, Response = Response<R>> + Send + 'static,
     S::Future: Send + 'static,
@@ -250,9 +265,40 @@ where
 {
     type Output = Result<Response<R>, S::Error>;
 
-    fn start(self, info: ClaimInfo) -> impl Future<Output = (Self::Output, Verdict)> + Send {
-        let Self { mut inner, mut request, success } = self;
-        request.extensions_mut().insert(info);
+    fn start(mut self, info: ClaimInfo) -> impl Future<Output = (Self::Output, Verdict)> + Send {
+        self.request.extensions_mut().insert(info);
+        self.judged()
+    }
+}
+
+impl<S, B, R> Work<(ClaimInfo, Transaction)> for Call<S, B>
+where
+    S: Service<Request<DedupeBody<B>>, Response = Response<R>> + Send + 'static,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+    B: Send + 'static,
+    R: Send + 'static,
+{
+    type Output = Result<Response<R>, S::Error>;
+
+    fn start(
+        mut self,
+        (info, transaction): (ClaimInfo, Transaction),
+    ) -> impl Future<Output = (Self::Output, Verdict)> + Send {
+        let extensions = self.request.extensions_mut();
+        extensions.insert(info);
+        extensions.insert(transaction);
+        self.judged()
+    }
+}
+
+impl<S, B, R> Call<S, B>
+where
+    S: Service<Request<DedupeBody<B>>, Response = Response<R>>,
+{
+    /// Calls the inner service and says whether it has succeeded.
+    fn judged(self) -> impl Future<Output = (Result<Response<R>, S::Error>, Verdict)> {
+        let Self { mut inner, request, success } = self;
         async move {
             match inner.call(request).await {
                 Ok(response) => {

@@ -16,9 +16,10 @@ use std::{
 
 use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, State};
 
+pub(crate) use self::postgres::{OpenClaim, Opening, is_conflict, release, save, told, undo};
 pub use self::{
     memory::MemoryStore,
-    postgres::{PgStore, PgStoreBuilder},
+    postgres::{NotCommitted, NotCommittedKind, PgStore, PgStoreBuilder},
 };
 
 /// The future that a store returns.

@@ -12,7 +12,8 @@ const ROOMS: &[&[&str]] = &[
     &["lib", "testing"],
     &["provider"],
     &["http"],
-    &["dedupe", "transaction"],
+    &["transaction"],
+    &["dedupe"],
     &["store", "key"],
     &["claim"],
 ];
@@ -21,8 +22,8 @@ const ROOMS: &[&[&str]] = &[
 const RESERVED: &[Reserved] = &[
     Reserved {
         names: &["tokio_postgres", "deadpool_postgres", "tokio_postgres_rustls", "rustls"],
-        rooms: &["store/postgres/", "transaction.rs"],
-        why: "the protocol runs on any store: only the Postgres store knows of Postgres",
+        rooms: &["store/postgres/", "transaction/"],
+        why: "the protocol runs on any store: only the Postgres store and its transactions know of Postgres",
     },
     Reserved {
         names: &[
@@ -44,7 +45,7 @@ const RESERVED: &[Reserved] = &[
     },
     Reserved {
         names: &["tokio"],
-        rooms: &["cli/", "dedupe/", "http/", "main.rs", "store/", "testing/", "transaction.rs"],
+        rooms: &["cli/", "dedupe/", "http/", "main.rs", "store/", "testing/", "transaction/"],
         why: "the words of the protocol and the reading of keys do no I/O and wait for nothing",
     },
 ];
@@ -56,12 +57,8 @@ struct Reserved {
 }
 
 /// Where SQL is. The conformance suite has keys that look like it.
-const SPEAKS_SQL: &[&str] = &[
-    "store/postgres/statements.rs",
-    "store/postgres/schema.rs",
-    "transaction.rs",
-    "testing/conformance.rs",
-];
+const SPEAKS_SQL: &[&str] =
+    &["store/postgres/statements.rs", "store/postgres/schema.rs", "testing/conformance.rs"];
 
 /// What only SQL has in it.
 const SQL: &[&str] = &[

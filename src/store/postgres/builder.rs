@@ -1,6 +1,9 @@
 //! The settings of the store.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod};
 
@@ -208,6 +211,7 @@ impl PgStoreBuilder {
             },
             lanes: Lanes::default(),
             done: DoneKeys::new(keys, age),
+            at_work: Mutex::default(),
             statements: Statements::on(&table),
             table,
             timeout: self.timeout,

@@ -1,14 +1,16 @@
 //! Claims in Postgres.
 //!
 //! [`operations`] is the protocol by statements, [`lanes`] sends those that wait together,
-//! [`session`] carries one statement out, [`cache`] knows what was done lately. [`statements`] has all SQL of requests, [`schema`] that of
-//! migrations. [`connect`] and [`tls`] make connections, [`error`] knows SQLSTATEs.
+//! [`session`] carries one statement out, [`cache`] knows what was done lately, [`open`] is a claim in
+//! a transaction that is left open for its work. [`statements`] has all SQL of requests, [`schema`]
+//! that of migrations. [`connect`] and [`tls`] make connections, [`error`] knows SQLSTATEs.
 
 mod builder;
 mod cache;
 mod connect;
 mod error;
 mod lanes;
+mod open;
 mod operations;
 mod schema;
 mod session;
@@ -16,12 +18,21 @@ mod statements;
 #[cfg(feature = "tls")]
 mod tls;
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{
+    collections::HashSet,
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use deadpool_postgres::Pool;
 use tokio::time::{Instant, timeout_at};
 
-pub use self::builder::PgStoreBuilder;
+pub(crate) use self::open::{OpenClaim, Opening, is_conflict, release, save, told, undo};
+pub use self::{
+    builder::PgStoreBuilder,
+    open::{NotCommitted, NotCommittedKind},
+};
 use self::{
     cache::DoneKeys,
     lanes::Lanes,
@@ -67,11 +78,20 @@ struct Shared {
     session: Session,
     lanes: Lanes,
     done: DoneKeys,
+    /// The keys whose work is under way here in a transaction.
+    at_work: Mutex<HashSet<EventKey>>,
     statements: Statements,
     table: Table,
     timeout: Duration,
     bounds: Bounds,
     adopt_scope: Option<Scope>,
+}
+
+impl Shared {
+    /// No code panics while it holds the lock, so a poisoned set is a right one.
+    fn at_work(&self) -> MutexGuard<'_, HashSet<EventKey>> {
+        self.at_work.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl PgStore {

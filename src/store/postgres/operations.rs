@@ -224,7 +224,7 @@ impl Shared {
 
     /// The bounds of a statement that writes a lease: it is counted from the statement's beginning,
     /// and no wait may use it up.
-    fn bounds_within(&self, lease: Duration) -> Bounds {
+    pub(super) fn bounds_within(&self, lease: Duration) -> Bounds {
         Bounds { lock: self.bounds.lock.min(lease / 10), ..self.bounds }
     }
 }
@@ -241,11 +241,11 @@ pub(super) struct Found {
     token: Option<ClaimToken>,
     row: claim::Row,
     /// Zero for one that it has made.
-    retention_left: Duration,
+    pub(super) retention_left: Duration,
 }
 
 impl Found {
-    fn seen_by(&self, token: ClaimToken) -> claim::Row {
+    pub(super) fn seen_by(&self, token: ClaimToken) -> claim::Row {
         claim::Row { mine: self.token == Some(token), ..self.row }
     }
 }
@@ -332,7 +332,7 @@ pub(super) struct End {
 
 impl End {
     fn status(&self) -> Option<i16> {
-        self.completion.status.and_then(|status| i16::try_from(status).ok())
+        response_code(self.completion.status)
     }
 }
 
@@ -410,7 +410,7 @@ fn place(row: &Row) -> Result<usize, StoreError> {
     usize::try_from(place - 1).map_err(unreadable)
 }
 
-fn found(row: &Row) -> Result<Found, StoreError> {
+pub(super) fn found(row: &Row) -> Result<Found, StoreError> {
     let token: Option<&[u8]> = row.try_get("token").map_err(unreadable)?;
     Ok(Found {
         // Rows of the copied pattern have none.
@@ -436,7 +436,7 @@ fn state(row: &Row) -> Result<State, StoreError> {
     status.parse().map_err(unreadable)
 }
 
-fn attempt(row: &Row) -> Result<u32, StoreError> {
+pub(super) fn attempt(row: &Row) -> Result<u32, StoreError> {
     let attempt: i32 = row.try_get("attempt").map_err(unreadable)?;
     u32::try_from(attempt).map_err(unreadable)
 }
@@ -452,19 +452,24 @@ fn response_status(row: &Row) -> Result<Option<u16>, StoreError> {
     Ok(status.and_then(|status| u16::try_from(status).ok()))
 }
 
+/// A status as the table keeps it.
+pub(super) fn response_code(status: Option<u16>) -> Option<i16> {
+    status.and_then(|status| i16::try_from(status).ok())
+}
+
 /// The table has something in it that this version does not write.
-fn unreadable(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> StoreError {
+pub(super) fn unreadable(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> StoreError {
     StoreError::new(StoreErrorKind::Schema, "read the row").with_source(error)
 }
 
 /// Whole milliseconds, rounded up, within what Postgres can add to a date.
-fn millis(time: Duration) -> i64 {
+pub(super) fn millis(time: Duration) -> i64 {
     let millis = time.min(LONGEST).as_nanos().div_ceil(1_000_000);
     i64::try_from(millis).unwrap_or(i64::MAX)
 }
 
 /// A transaction that has the row's lock does not say how long it will keep it.
-const HELD_BY_A_TRANSACTION: ClaimOutcome =
+pub(super) const HELD_BY_A_TRANSACTION: ClaimOutcome =
     ClaimOutcome::InProgress { lease_left: Duration::from_secs(1) };
 
 /// How long a statement waits for a row that another transaction has locked. In a lane it keeps

@@ -272,7 +272,7 @@ fn identifier(name: &str) -> String {
 }
 
 /// Text as it stands in SQL, whatever `standard_conforming_strings` is.
-fn literal(text: &str) -> String {
+pub(super) fn literal(text: &str) -> String {
     let quoted = text.replace('\'', "''");
     match quoted.contains('\\') {
         true => format!("E'{}'", quoted.replace('\\', "\\\\")),

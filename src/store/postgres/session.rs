@@ -171,11 +171,27 @@ impl Session {
         lent: &Lent,
         ask: &Ask<'_>,
     ) -> (Answers<()>, Answers<Vec<Row>>, Answers<()>) {
+        let alone = self.standing == Some(ask.bounds);
+        let before = if alone { String::new() } else { opening(&ask.bounds) };
+        let after = if alone { "" } else { CLOSING };
+        self.together(lent, before, ask.sql, ask.params, after).await
+    }
+
+    /// Sends what comes before a statement, the statement, and what comes after it, in one round
+    /// trip. Nothing, where there is nothing to come.
+    pub(super) async fn together(
+        &self,
+        lent: &Lent,
+        mut before: String,
+        sql: &str,
+        params: &[Param<'_>],
+        after: &str,
+    ) -> (Answers<()>, Answers<Vec<Row>>, Answers<()>) {
         let client = lent.client();
         // Before all else, since preparing takes a round trip when it is the first time.
         let statement = if self.named {
-            let types: Vec<_> = ask.params.iter().map(|(_, kind)| kind.clone()).collect();
-            match client.prepare_typed_cached(ask.sql, &types).await {
+            let types: Vec<_> = params.iter().map(|(_, kind)| kind.clone()).collect();
+            match client.prepare_typed_cached(sql, &types).await {
                 Ok(statement) => Some(statement),
                 Err(error) => return (Ok(()), Err(error), Ok(())),
             }
@@ -184,35 +200,34 @@ impl Session {
         };
         let rows = async {
             match &statement {
-                None => client.query_typed(ask.sql, ask.params).await,
+                None => client.query_typed(sql, params).await,
                 Some(statement) => {
-                    let values: Vec<_> = ask.params.iter().map(|(value, _)| *value).collect();
+                    let values: Vec<_> = params.iter().map(|(value, _)| *value).collect();
                     client.query(statement, &values).await
                 }
             }
         };
-        let alone = self.standing == Some(ask.bounds);
-        let replans = self.named && replans_at(lent.uses());
-        let before = match (alone, replans) {
-            (true, false) => return (Ok(()), rows.await, Ok(())),
-            (true, true) => REPLAN.to_owned(),
-            (false, false) => opening(&ask.bounds),
-            // After it, since an isolation level must come before everything else.
-            (false, true) => format!("{}; {REPLAN}", opening(&ask.bounds)),
+        if self.named && replans_at(lent.uses()) {
+            // Last, since an isolation level must come before everything else.
+            let separator = if before.is_empty() { "" } else { "; " };
+            before = format!("{before}{separator}{REPLAN}");
+        }
+        let batch = async |sql: &str| match sql {
+            "" => Ok(()),
+            sql => client.batch_execute(sql).await,
         };
-        let after = if alone { "" } else { CLOSING };
         // Each is put on the wire when it is first polled.
-        join!(biased; client.batch_execute(&before), rows, client.batch_execute(after))
+        join!(biased; batch(&before), rows, batch(after))
     }
 
-    fn drop_idle(&self) {
+    pub(super) fn drop_idle(&self) {
         if self.own {
             self.pool.retain(|_, _| false);
         }
     }
 }
 
-type Answers<T> = Result<T, tokio_postgres::Error>;
+pub(super) type Answers<T> = Result<T, tokio_postgres::Error>;
 
 /// What stood in the way of one try.
 enum Trouble {

@@ -12,7 +12,7 @@
 
 use std::{fmt::Write, time::Duration};
 
-use super::schema::Table;
+use super::schema::{Table, literal};
 
 /// The texts, with the table's name in place.
 #[derive(Debug)]
@@ -26,6 +26,10 @@ pub(super) struct Statements {
     pub(super) forget: String,
     pub(super) show: String,
     pub(super) purge: String,
+    pub(super) open: String,
+    pub(super) take_open: String,
+    pub(super) finish: String,
+    pub(super) fate: String,
 }
 
 impl Statements {
@@ -88,18 +92,7 @@ impl Statements {
             // Parameters: as `claim`. Rows: attempt and what is left of the lease; none if the key
             // is not free (any more): look again. Locks: the row's, waited for up to the lock
             // timeout; after the wait the condition is looked at again. Index: the primary key.
-            take: format!(
-                "UPDATE {table}
-                 SET status = 'in_progress', token = $3,
-                     attempt = CASE WHEN expires_at <= now() THEN 1 ELSE attempt + 1 END,
-                     claimed_at = now(), lease_until = now() + $4 * {MILLISECOND}, done_at = NULL,
-                     expires_at = now() + ($4 + $5) * {MILLISECOND}, response_status = NULL
-                 WHERE scope = $1 AND event_key = $2
-                   AND (expires_at <= now() OR status = 'failed'
-                        OR (status = 'in_progress' AND lease_until <= now()))
-                 RETURNING attempt::int4 AS attempt, {lease_left} AS lease_left",
-                lease_left = left("lease_until"),
-            ),
+            take: take(&table, ""),
             // Ends a claim: marks it done, or frees it. A done mark that is asked for again finds
             // itself and stays as it is.
             //
@@ -179,6 +172,66 @@ impl Statements {
                  SELECT count(*) FROM purged",
                 over = "expires_at <= now() AND (status <> 'in_progress' OR lease_until <= now())",
             ),
+            // Claims a key for the transaction that it stands in, unless another one is at it.
+            //
+            // Parameters: as `claim`. Rows: one. Whether the key's lock is had, the row or NULLs if
+            // none is seen (look again, if the lock is had), and the transaction's id if the row is
+            // new. Locks: the key's advisory lock, tried and not waited for, until the transaction
+            // ends; without it nothing is inserted. Its number is made of the table and the key, so
+            // should two keys ever share one, the second is told to come back. A key that is there
+            // is read without a lock on its row, and only if nothing was inserted: a serializable
+            // transaction remembers each page that it read. Index: the primary key.
+            open: format!(
+                "WITH key_lock AS MATERIALIZED (
+                     SELECT pg_try_advisory_xact_lock(hashtextextended(
+                         $1 || chr(10) || $2, {table_text}::regclass::oid::int8)) AS had
+                 ), inserted AS (
+                     INSERT INTO {table}
+                         (scope, event_key, status, token, attempt, claimed_at, lease_until, expires_at)
+                     SELECT $1, $2, 'in_progress', $3, 1, now(),
+                            now() + $4 * {MILLISECOND}, now() + ($4 + $5) * {MILLISECOND}
+                     FROM key_lock WHERE had
+                     ON CONFLICT (scope, event_key) DO NOTHING
+                     RETURNING lease_until
+                 ), seen AS (
+                     SELECT {new} FROM inserted
+                     UNION ALL
+                     SELECT {there} FROM {table} AS there
+                     WHERE scope = $1 AND event_key = $2 AND NOT EXISTS (SELECT FROM inserted)
+                 )
+                 SELECT key_lock.had, seen.*, pg_current_xact_id_if_assigned()::text AS transaction_id
+                 FROM key_lock LEFT JOIN seen ON true",
+                table_text = literal(&table),
+                new = new("$3"),
+                there = there(),
+            ),
+            // `take`, in the transaction that has the key's lock, with its id.
+            take_open: take(&table, ", pg_current_xact_id_if_assigned()::text AS transaction_id"),
+            // Marks a key done in the very transaction that has claimed it.
+            //
+            // Parameters: scope, key, token, response status, retention, the transaction's id. Rows:
+            // one, or none if this is another transaction: the work has ended the claim's own.
+            // Locks: the row's, which is held already. Index: the primary key; HOT, as `end`.
+            finish: format!(
+                "UPDATE {table} AS held
+                 SET {ended}
+                 WHERE held.scope = $1 AND held.event_key = $2 AND held.token = $3
+                   AND held.status = 'in_progress'
+                   AND pg_current_xact_id_if_assigned()::text = $6
+                 RETURNING true",
+                ended = ended("'done'", "$4", "$5"),
+            ),
+            // Looks whether a transaction was committed whose COMMIT was not answered.
+            //
+            // Parameters: scope, key, token, the transaction's id. Rows: one, whether the token's
+            // done mark is there, and whether the transaction may still be under way: one that was
+            // committed a moment ago has a mark that shows at the next look. Locks: none. Index: the
+            // primary key.
+            fate: format!(
+                "SELECT EXISTS (SELECT FROM {table} WHERE scope = $1 AND event_key = $2
+                                    AND token = $3 AND status = 'done') AS committed,
+                        pg_xact_status($4::xid8) IN ('in progress', 'committed') AS under_way"
+            ),
         }
     }
 }
@@ -222,10 +275,8 @@ impl Bounds {
         let mut settings = String::new();
         for (setting, bound) in [("lock_timeout", self.lock), ("statement_timeout", self.statement)]
         {
-            // Zero would mean no bound.
-            let millis = bound.as_millis().clamp(1, i32::MAX as u128);
             // Writing to a string does not fail.
-            let _ = write!(settings, "; {set} {setting} = {millis}");
+            let _ = write!(settings, "; {set} {setting} = {}", milliseconds(bound));
         }
         let _ = match self.commit {
             // `remote_apply`, say, is kept.
@@ -238,6 +289,79 @@ impl Bounds {
         };
         settings
     }
+}
+
+/// Begins the transaction of a claim and its work, at the isolation that the session has: what the
+/// work relies on must not be weakened. The claim has bounds of its own; those of the session are
+/// kept for the work. A holder that is silent for longer than its lease has its session ended by the
+/// server.
+pub(super) fn opening_for_work(bounds: &Bounds, lease: Duration) -> String {
+    format!(
+        "BEGIN; SELECT set_config('{KEPT}.lock_timeout', current_setting('lock_timeout'), true), \
+         set_config('{KEPT}.statement_timeout', current_setting('statement_timeout'), true){}; \
+         SET LOCAL idle_in_transaction_session_timeout = {}",
+        bounds.settings("SET LOCAL", true),
+        milliseconds(lease),
+    )
+}
+
+/// Bounds the claim once more, for its next statement in the same transaction.
+pub(super) fn bounding(bounds: &Bounds) -> String {
+    bounds.settings("SET LOCAL", true).trim_start_matches("; ").to_owned()
+}
+
+/// Gives the session's own bounds back, for the work. If it has none, a statement may take as long
+/// as the work may.
+pub(super) fn handing_over(max_hold: Duration) -> String {
+    format!(
+        "SELECT set_config('lock_timeout', current_setting('{KEPT}.lock_timeout'), true), \
+         set_config('statement_timeout', coalesce(nullif(\
+         current_setting('{KEPT}.statement_timeout'), '0'), '{}'), true)",
+        milliseconds(max_hold),
+    )
+}
+
+/// Takes [`standing`] back: a transaction of the application's has the database's own settings.
+pub(super) const UNDOING_STANDING: &str = "RESET default_transaction_isolation; \
+     RESET lock_timeout; RESET statement_timeout; RESET synchronous_commit";
+
+/// Ends a transaction as if it had not been.
+pub(super) const GIVING_UP: &str = "ROLLBACK";
+
+/// Begins a part of a transaction that can be undone by itself.
+pub(super) fn saving(savepoint: u32) -> String {
+    format!("SAVEPOINT tower_dedupe_{savepoint}")
+}
+
+/// Undoes what came after the savepoint, which is gone then.
+pub(super) fn undoing(savepoint: u32) -> String {
+    let release = releasing(savepoint);
+    format!("ROLLBACK TO SAVEPOINT tower_dedupe_{savepoint}; {release}")
+}
+
+/// Keeps what came after the savepoint, which is gone then.
+pub(super) fn releasing(savepoint: u32) -> String {
+    format!("RELEASE SAVEPOINT tower_dedupe_{savepoint}")
+}
+
+/// Takes a key that is free: failed, its lease over, or its retention over.
+///
+/// Parameters: as `claim`. Rows: attempt and what is left of the lease; none if the key is not free
+/// (any more): look again. Locks: the row's, waited for up to the lock timeout; after the wait the
+/// condition is looked at again. Index: the primary key.
+fn take(table: &str, and: &str) -> String {
+    format!(
+        "UPDATE {table}
+                 SET status = 'in_progress', token = $3,
+                     attempt = CASE WHEN expires_at <= now() THEN 1 ELSE attempt + 1 END,
+                     claimed_at = now(), lease_until = now() + $4 * {MILLISECOND}, done_at = NULL,
+                     expires_at = now() + ($4 + $5) * {MILLISECOND}, response_status = NULL
+                 WHERE scope = $1 AND event_key = $2
+                   AND (expires_at <= now() OR status = 'failed'
+                        OR (status = 'in_progress' AND lease_until <= now()))
+                 RETURNING attempt::int4 AS attempt, {lease_left} AS lease_left{and}",
+        lease_left = left("lease_until"),
+    )
 }
 
 /// A row that a claim has inserted, as it is read.
@@ -286,4 +410,11 @@ fn left(until: &str) -> String {
     format!("date_part('epoch', {until}) - date_part('epoch', clock_timestamp())")
 }
 
+/// A bound as a setting has it. Zero would mean no bound.
+fn milliseconds(bound: Duration) -> u128 {
+    bound.as_millis().clamp(1, i32::MAX as u128)
+}
+
+/// What the session's own bounds are kept under while the claim has others.
+const KEPT: &str = "tower_dedupe";
 const MILLISECOND: &str = "interval '1 millisecond'";
