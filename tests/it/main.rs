@@ -12,6 +12,7 @@
 mod cache;
 mod deduplicator;
 mod hosts;
+mod killer;
 mod lanes;
 mod layer;
 mod logs;
@@ -26,3 +27,4 @@ mod store_conformance;
 mod support;
 mod tidy;
 mod tls;
+mod transaction;
