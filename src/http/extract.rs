@@ -6,7 +6,7 @@ use axum::{
     extract::{FromRequestParts, OptionalFromRequestParts},
     response::{IntoResponse, Response},
 };
-use http::{HeaderValue, StatusCode, header::RETRY_AFTER, request::Parts};
+use http::{StatusCode, request::Parts};
 
 use crate::{
     claim::ClaimInfo,
@@ -60,10 +60,6 @@ impl IntoResponse for TransactionError {
     fn into_response(self) -> Response {
         // Without its source, whose text may quote rows.
         tracing::error!(error = %self, "a handler's statement failed");
-        if self.is_conflict() {
-            let come_back = [(RETRY_AFTER, HeaderValue::from_static("1"))];
-            return (StatusCode::SERVICE_UNAVAILABLE, come_back).into_response();
-        }
         StatusCode::INTERNAL_SERVER_ERROR.into_response()
     }
 }

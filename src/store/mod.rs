@@ -1,6 +1,7 @@
 //! Where claims live: the trait every store implements, and the two stores that come with it.
 
 mod memory;
+mod not_committed;
 mod postgres;
 
 use std::{
@@ -16,10 +17,11 @@ use std::{
 
 use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, State};
 
-pub(crate) use self::postgres::{OpenClaim, Opening, is_conflict, release, save, told, undo};
+pub(crate) use self::postgres::{OpenClaim, Opening, passing, release, save, told, undo};
 pub use self::{
     memory::MemoryStore,
-    postgres::{NotCommitted, NotCommittedKind, PgStore, PgStoreBuilder},
+    not_committed::{NotCommitted, NotCommittedKind},
+    postgres::{PgStore, PgStoreBuilder},
 };
 
 /// The future that a store returns.

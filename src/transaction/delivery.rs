@@ -149,7 +149,7 @@ async fn open_run_commit<W: Work<(ClaimInfo, Transaction)>>(
         }
     };
 
-    let was_conflict = ours.met_a_conflict();
+    let passing = ours.passing();
     let verdict = match &end {
         Some(Ok((_, verdict))) => *verdict,
         _ => Verdict::Failed,
@@ -168,7 +168,7 @@ async fn open_run_commit<W: Work<(ClaimInfo, Transaction)>>(
             if ended_by_handler {
                 log(&settings, &claim.key, &NotCommittedKind::EndedByHandler.into());
             }
-            was_conflict.then(|| NotCommittedKind::Conflict.into())
+            passing.map(NotCommitted::from)
         }
     };
     if let (Verdict::Done(_), Some(why)) = (verdict, &not_committed) {

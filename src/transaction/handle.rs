@@ -7,8 +7,8 @@ use std::{
     mem,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU32, Ordering},
     },
 };
 
@@ -21,7 +21,7 @@ use tokio_postgres::{
     types::{ToSql, Type},
 };
 
-use crate::store::{OpenClaim, is_conflict, release, save, told, undo};
+use crate::store::{NotCommittedKind, OpenClaim, passing, release, save, told, undo};
 
 /// The transaction in which a handler's event is claimed. What the handler writes through it is
 /// committed together with the event's done mark if the handler succeeds, and rolled back otherwise.
@@ -60,7 +60,8 @@ struct Slot {
     savepoints: AtomicU32,
     /// What savepoints that were dropped leave to be sent before all else.
     undo: Mutex<String>,
-    conflict: AtomicBool,
+    /// Why the transaction cannot be committed though the handler has done nothing wrong.
+    passing: OnceLock<NotCommittedKind>,
 }
 
 type InUse = OwnedRwLockReadGuard<Option<OpenClaim>, OpenClaim>;
@@ -75,7 +76,7 @@ impl Transaction {
             open: Arc::new(RwLock::new(Some(open))),
             savepoints: AtomicU32::new(0),
             undo: Mutex::default(),
-            conflict: AtomicBool::new(false),
+            passing: OnceLock::new(),
         });
         (Self { slot: slot.clone() }, Ours(slot))
     }
@@ -204,8 +205,9 @@ impl Transaction {
 
     fn told<T>(&self, answer: Result<T, tokio_postgres::Error>) -> Answer<T> {
         answer.map_err(|error| {
-            if is_conflict(&error) {
-                self.slot.conflict.store(true, Ordering::Relaxed);
+            if let Some(kind) = passing(&error) {
+                // The first is the cause of the others.
+                let _ = self.slot.passing.set(kind);
             }
             TransactionError::Postgres(error)
         })
@@ -233,9 +235,9 @@ impl Slot {
 pub(super) struct Ours(Arc<Slot>);
 
 impl Ours {
-    /// Whether a statement was refused because of another transaction.
-    pub(super) fn met_a_conflict(&self) -> bool {
-        self.0.conflict.load(Ordering::Relaxed)
+    /// Whether a statement failed for a reason that is none of the handler's.
+    pub(super) fn passing(&self) -> Option<NotCommittedKind> {
+        self.0.passing.get().copied()
     }
 
     /// Takes the transaction away from all clones, with what dropped savepoints have left undone.
@@ -374,8 +376,8 @@ impl fmt::Debug for CopyOut {
 
 /// Why a statement of a [`Transaction`] failed.
 ///
-/// With feature `axum` it is a response: 503 with `Retry-After` for a serialization failure or a
-/// deadlock, 500 otherwise, without the details, which are logged.
+/// With feature `axum` it is a response, 500 without the details, which are logged. (The layer answers
+/// 503 instead if it [is passing](Self::is_passing).)
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum TransactionError {
@@ -394,9 +396,10 @@ impl TransactionError {
         }
     }
 
-    /// Whether another transaction got in the way (40001, 40P01), so that the same again will do.
-    pub fn is_conflict(&self) -> bool {
-        matches!(self, Self::Postgres(error) if is_conflict(error))
+    /// Whether the same again may do: another transaction got in the way (40001, 40P01), or the
+    /// connection was lost.
+    pub fn is_passing(&self) -> bool {
+        matches!(self, Self::Postgres(error) if passing(error).is_some())
     }
 }
 

@@ -62,7 +62,7 @@
 //! | failure, error | the handler's own; rolled back, the key is free | |
 //! | another delivery is at work | at once, as the layer's `in_progress` says | `in-progress` |
 //! | a serialization failure or a deadlock (40001, 40P01), in the handler or at the commit | 503 + `Retry-After`, also if the handler has answered with a failure of its own | `transaction-conflict` |
-//! | the connection or the database is lost | 503 + `Retry-After` | `store-unavailable` |
+//! | the connection or the database is lost, in the handler or at the commit | the same | `store-unavailable` |
 //! | a statement failed and the handler said success all the same | 500 | `not-committed` |
 //! | the database refuses at the commit, such as for a deferred constraint | 500 | `not-committed` |
 //! | a task that the handler has spawned is in the middle of a statement | 500 | `not-committed` |

@@ -626,21 +626,29 @@ async fn a_connection_lost_before_the_commit_is_503_and_nothing_is_left() {
     let schema = shop.schema.url().to_owned();
     let end = async move |info: ClaimInfo, order: Transaction| {
         order.execute(INSERT, &[&info.key()]).await.unwrap();
-        if info.attempt() == 1 && info.key() == "1" {
-            let pid = order.query_one("SELECT pg_backend_pid()", &[]).await.unwrap();
-            let pid: i32 = pid.get(0);
-            let (client, connection) =
-                tokio_postgres::connect(&schema, tokio_postgres::NoTls).await.unwrap();
-            tokio::spawn(connection);
-            let end = "SELECT pg_terminate_backend($1, 10000)";
-            client.execute(end, &[&pid]).await.unwrap();
+        let pid = order.query_one("SELECT pg_backend_pid()", &[]).await.unwrap();
+        let pid: i32 = pid.get(0);
+        let (client, connection) =
+            tokio_postgres::connect(&schema, tokio_postgres::NoTls).await.unwrap();
+        tokio::spawn(connection);
+        let end = "SELECT pg_terminate_backend($1, 10000)";
+        client.execute(end, &[&pid]).await.unwrap();
+        // Whether the handler learns of it, and whatever it makes of that.
+        match info.key() {
+            "1" => StatusCode::OK,
+            _ => match order.execute(INSERT, &[&info.key()]).await {
+                Ok(_) => StatusCode::OK,
+                Err(_) => StatusCode::BAD_REQUEST,
+            },
         }
     };
     let address = serve(shop.layer(), end).await;
-    let answer = address.deliver("1", "").await;
-    assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE, "{:?}", answer.body);
-    assert_eq!(answer.header("dedupe-status"), Some("store-unavailable"));
-    shop.has_nothing_of("1").await;
+    for key in ["1", "2"] {
+        let answer = address.deliver(key, "").await;
+        assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE, "{:?}", answer.body);
+        assert_eq!(answer.header("dedupe-status"), Some("store-unavailable"));
+        shop.has_nothing_of(key).await;
+    }
     let address = shop.serve().await;
     shop.takes(address, "1").await;
     shop.is_whole().await;
@@ -1057,4 +1065,25 @@ async fn five_thousand_mixed_deliveries_leave_the_pool_whole() {
     let done = "SELECT count(*) FROM processed_events WHERE status = 'done'";
     let done: i64 = client.query_one(done, &[]).await.unwrap().get(0);
     assert!(done > 1000, "only {done} have succeeded");
+}
+
+/// The lock's number is part of the contract: other clients take the same.
+#[tokio::test]
+async fn the_lock_of_a_key_is_tried_and_not_waited_for() {
+    let shop = Shop::open().await;
+    let address = shop.serve().await;
+    let client = shop.schema.client().await;
+    let locked = |what: &str| {
+        format!(
+            "SELECT {what}(hashtextextended('s' || chr(10) || '1',
+                                            'processed_events'::regclass::oid::int8))"
+        )
+    };
+    client.batch_execute(&locked("pg_advisory_lock")).await.unwrap();
+    let answer = address.deliver("1", "").await;
+    assert_eq!(answer.header("dedupe-status"), Some("in-progress"));
+    assert_eq!(shop.state("1").await, None);
+    shop.takes(address, "2").await;
+    client.batch_execute(&locked("pg_advisory_unlock")).await.unwrap();
+    shop.takes(address, "1").await;
 }

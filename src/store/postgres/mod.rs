@@ -28,11 +28,8 @@ use std::{
 use deadpool_postgres::Pool;
 use tokio::time::{Instant, timeout_at};
 
-pub(crate) use self::open::{OpenClaim, Opening, is_conflict, release, save, told, undo};
-pub use self::{
-    builder::PgStoreBuilder,
-    open::{NotCommitted, NotCommittedKind},
-};
+pub use self::builder::PgStoreBuilder;
+pub(crate) use self::open::{OpenClaim, Opening, passing, release, save, told, undo};
 use self::{
     cache::DoneKeys,
     lanes::Lanes,

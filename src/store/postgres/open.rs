@@ -22,11 +22,12 @@ use super::{
 };
 use crate::{
     claim::{self, Claim, ClaimOutcome, EventKey, OnClaim},
-    store::{Completion, StoreError, StoreErrorKind},
+    store::{Completion, NotCommitted, NotCommittedKind, StoreError, StoreErrorKind},
 };
 
 /// The answer to a claim that opens a transaction.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "looked at once, and never kept")]
 pub(crate) enum Opening {
     /// The key is claimed in this transaction.
     Open(OpenClaim),
@@ -306,7 +307,7 @@ impl OpenClaim {
                 return Err(NotCommittedKind::EndedByHandler.into());
             }
             Ok(Err(error)) => {
-                let failure = NotCommitted::told_by(&error);
+                let failure = not_committed(&error);
                 self.roll_back(completion.retention).await;
                 return Err(failure);
             }
@@ -321,7 +322,7 @@ impl OpenClaim {
                 if restored.is_ok() {
                     lent.give_back();
                 }
-                return Err(NotCommitted::told_by(&error));
+                return Err(not_committed(&error));
             }
             unanswered => {
                 drop(lent);
@@ -469,103 +470,27 @@ impl Drop for Place {
     }
 }
 
-/// Why work that had succeeded was not committed. Nothing of it is left, the event is not done, and
-/// it may be delivered again.
-#[derive(Clone, Debug)]
-pub struct NotCommitted {
-    kind: NotCommittedKind,
-    source: Option<Arc<dyn Error + Send + Sync>>,
+/// What an error at the done mark or the commit means.
+fn not_committed(error: &tokio_postgres::Error) -> NotCommitted {
+    let kind = match Meaning::of(error) {
+        Meaning::Lost => NotCommittedKind::Lost,
+        Meaning::Again => NotCommittedKind::Conflict,
+        _ if error.code() == Some(&SqlState::IN_FAILED_SQL_TRANSACTION) => {
+            NotCommittedKind::Aborted
+        }
+        _ => NotCommittedKind::Refused,
+    };
+    NotCommitted::new(kind, Cause::told_by(error))
 }
 
-/// The kinds of [`NotCommitted`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum NotCommittedKind {
-    /// Another transaction got in the way: a serialization failure or a deadlock (SQLSTATE 40001,
-    /// 40P01). The same again will do.
-    Conflict,
-    /// The connection was lost before the commit, or the database was: nothing was committed.
-    Lost,
-    /// The connection was lost during the commit, and the database did not say within the settle
-    /// timeout what became of it. The next delivery finds out: it is a duplicate, or runs.
-    Unknown,
-    /// A statement had failed, which aborts a transaction, and the handler said success all the
-    /// same. A statement that may fail belongs into a savepoint.
-    Aborted,
-    /// The database refused at the end, such as for a deferred constraint.
-    Refused,
-    /// A clone of the transaction was still at work, in a task that the handler had spawned.
-    InUse,
-    /// The handler has ended the transaction itself. **What it committed stays**, though the event
-    /// is not done.
-    EndedByHandler,
-}
-
-impl NotCommitted {
-    fn new(kind: NotCommittedKind, cause: Cause) -> Self {
-        Self { kind, source: Some(Arc::new(cause)) }
+/// Whether a statement of the work failed for a reason that is none of the work's: the same again
+/// may do.
+pub(crate) fn passing(error: &tokio_postgres::Error) -> Option<NotCommittedKind> {
+    match Meaning::of(error) {
+        Meaning::Again => Some(NotCommittedKind::Conflict),
+        Meaning::Lost => Some(NotCommittedKind::Lost),
+        _ => None,
     }
-
-    fn told_by(error: &tokio_postgres::Error) -> Self {
-        let kind = match Meaning::of(error) {
-            Meaning::Lost => NotCommittedKind::Lost,
-            Meaning::Again => NotCommittedKind::Conflict,
-            _ if error.code() == Some(&SqlState::IN_FAILED_SQL_TRANSACTION) => {
-                NotCommittedKind::Aborted
-            }
-            _ => NotCommittedKind::Refused,
-        };
-        Self::new(kind, Cause::told_by(error))
-    }
-
-    /// What kind of reason it is.
-    pub fn kind(&self) -> NotCommittedKind {
-        self.kind
-    }
-}
-
-impl From<NotCommittedKind> for NotCommitted {
-    fn from(kind: NotCommittedKind) -> Self {
-        Self { kind, source: None }
-    }
-}
-
-impl fmt::Display for NotCommitted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.kind {
-            NotCommittedKind::Conflict => {
-                "another transaction got in the way: nothing was committed, try again"
-            }
-            NotCommittedKind::Lost => "the connection was lost: nothing was committed, try again",
-            NotCommittedKind::Unknown => {
-                "the connection was lost during the commit: try again to learn what became of it"
-            }
-            NotCommittedKind::Aborted => {
-                "a statement had failed and the handler said success: nothing was committed; \
-                 return the error, or run what may fail in a savepoint"
-            }
-            NotCommittedKind::Refused => "the database refused: nothing was committed",
-            NotCommittedKind::InUse => {
-                "the transaction was still in use when the handler had ended: nothing was \
-                 committed; wait for the tasks that use it"
-            }
-            NotCommittedKind::EndedByHandler => {
-                "the handler has ended the transaction itself: the event is not done, and what \
-                 was committed by hand stays; leave COMMIT and ROLLBACK to the layer"
-            }
-        })
-    }
-}
-
-impl Error for NotCommitted {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        self.source.as_ref().map(|source| &**source as _)
-    }
-}
-
-/// Whether a statement of the work was refused because of another transaction.
-pub(crate) fn is_conflict(error: &tokio_postgres::Error) -> bool {
-    Meaning::of(error) == Meaning::Again
 }
 
 /// What an error of the driver says, without the rows that the server quotes.
