@@ -48,8 +48,10 @@
 //!   changes nothing.
 //! - A failed attempt (not 2xx, an error, a panic, dropped) frees the key at once; that of a process
 //!   that died is free when its [lease](DeduplicatorBuilder::lease) ends.
+//! - In transaction mode ([`transaction`]), what a handler writes through its transaction exists if
+//!   and only if its event is done: exactly once.
 //!
-//! What is not: a process that dies after an outside effect and before the key is marked done runs
+//! What is not, in lease mode: a process that dies after an outside effect and before the key is marked done runs
 //! the handler again. Hand [`ClaimInfo::key`] on as the idempotency key of whatever the handler
 //! calls.
 //!
@@ -57,7 +59,7 @@
 //!
 //! | feature | default | what |
 //! |---|---|---|
-//! | `axum` | yes | [`ClaimInfo`] is an extractor; the default scope is the whole path in nested routers |
+//! | `axum` | yes | [`ClaimInfo`] and [`Transaction`] are extractors; the default scope is the whole path in nested routers |
 //! | `decode` | yes | keys in bodies with gzip, deflate, br and zstd |
 //! | `tls` | yes | TLS to Postgres |
 //! | `testing` | no | the conformance suite for stores |

@@ -34,6 +34,53 @@ async fn in_lease_mode_the_same_killer_doubles_orders_and_loses_none() {
     assert_eq!((harm.lost, harm.not_done), (0, 0));
 }
 
+/// What the example's users are promised of its header `x-demo`.
+#[tokio::test]
+async fn the_example_goes_wrong_as_it_is_told() {
+    let database = spawn_blocking(postgres::own).await.unwrap();
+    let url = database.url();
+    let environment = [("DATABASE_URL", &*url), ("LEASE", "60s")];
+    let server = Example::start("transactional", &environment).await;
+    let order = async |to: SocketAddr, key: &str, wish: &str| {
+        http::try_post(to, "/orders", &[("x-demo", wish)], format!("{{\"id\": \"{key}\"}}")).await
+    };
+    let orders = async |of: SocketAddr, key: &str| {
+        let list = http::get(of, "/orders").await.body;
+        let list: Vec<serde_json::Value> = serde_json::from_slice(&list).unwrap();
+        assert!(list.iter().all(|order| order["at"].is_string()));
+        list.iter().filter(|order| order["event_key"] == key).count()
+    };
+    let at = server.address;
+    for (wish, status, left) in [
+        ("fail", Some(500), 0),
+        ("panic", None, 0),
+        ("swallow", Some(500), 0),
+        ("commit", Some(500), 1),
+    ] {
+        let answer = order(at, wish, wish).await.ok().map(|answer| answer.status.as_u16());
+        assert_eq!((answer, orders(at, wish).await), (status, left), "{wish}");
+        assert_eq!(order(at, wish, "").await.unwrap().status, StatusCode::OK);
+        assert_eq!(orders(at, wish).await, left + 1, "{wish}");
+    }
+    let first = order(at, "slow", "slow:1");
+    let second = async {
+        sleep(Duration::from_millis(300)).await;
+        order(at, "slow", "").await.unwrap().status
+    };
+    let (first, second) = tokio::join!(first, second);
+    assert_eq!((first.unwrap().status.as_u16(), second.as_u16()), (200, 503));
+
+    // No lease is waited for: the server rolls back when the process is gone.
+    assert!(order(at, "crash", "crash").await.is_err());
+    assert_eq!(server.ended().await, None);
+    let server = Example::start("transactional", &environment).await;
+    let started = Instant::now();
+    while order(server.address, "crash", "").await.unwrap().status != StatusCode::OK {
+        assert!(started.elapsed() < Duration::from_secs(30), "the key is stuck");
+    }
+    assert_eq!(orders(server.address, "crash").await, 1);
+}
+
 const EVENTS: u32 = 300;
 const KILLS_OF_THE_PROCESS: u32 = 20;
 const KILLS_OF_THE_DATABASE: u32 = 5;

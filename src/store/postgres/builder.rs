@@ -68,8 +68,9 @@ impl PgStoreBuilder {
         self
     }
 
-    /// How many connections there are at most, at least 1. Default: 4. Not for
-    /// [`from_pool`](Self::from_pool).
+    /// How many connections there are at most, at least 1. Default: 4, which is plenty, since
+    /// operations share them; but in [transaction mode](crate::transaction) each request in flight
+    /// has one to itself. Not for [`from_pool`](Self::from_pool).
     pub fn pool_size(mut self, connections: usize) -> Self {
         self.pool_size = connections;
         self
@@ -101,7 +102,8 @@ impl PgStoreBuilder {
     /// What the application does on [`pool`](PgStore::pool) then runs under the store's settings,
     /// of which `lock_timeout` is short (20 milliseconds): begin with `SET LOCAL lock_timeout TO
     /// DEFAULT` there, and the same for `statement_timeout`. Not so with
-    /// [`from_pool`](Self::from_pool), whose connections are left as they are.
+    /// [`from_pool`](Self::from_pool), whose connections are left as they are, nor in
+    /// [transaction mode](crate::transaction), where a handler has the database's own settings.
     pub fn named_statements(mut self, named: bool) -> Self {
         self.named_statements = named;
         self
@@ -114,7 +116,9 @@ impl PgStoreBuilder {
     /// crash of the database (not of this process) may then forget the claims and done marks of
     /// its last moment, three times `wal_writer_delay`, 0.6 seconds by default. Their events are
     /// not lost: an event that was answered 2xx and is delivered again runs again, and one that is
-    /// running may be started a second time. So only for handlers to which that does no harm.
+    /// running may be started a second time. So only for handlers to which that does no harm. In
+    /// [transaction mode](crate::transaction) commits wait all the same: the handler's rows are in
+    /// them.
     pub fn synchronous_commit(mut self, synchronous: bool) -> Self {
         self.synchronous_commit = synchronous;
         self

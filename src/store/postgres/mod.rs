@@ -43,7 +43,8 @@ use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, Scope};
 /// Keeps claims in a Postgres table, 13 or later.
 ///
 /// Cloning is cheap; clones share their connections. Each operation takes a connection for one
-/// round trip; none is held, and no transaction is open, while a handler runs. Operations that
+/// round trip; none is held, and no transaction is open, while a handler runs, unless it is given one
+/// ([`transaction`](crate::transaction)). Operations that
 /// would wait for each other are sent together, so a busy store needs few connections. Every wait
 /// is bounded, and an operation whose connection is lost is asked again with the same token, on
 /// another connection. Keys that it has lately seen done it answers without the database
