@@ -420,14 +420,11 @@ fn family(parent: u32) -> Vec<u32> {
             }
         }
     } else if let Ok(output) = Command::new("ps").args(["-A", "-o", "pid=,ppid="]).output() {
-        for line in String::from_utf8_lossy(&output.stdout).lines() {
+        pids.extend(String::from_utf8_lossy(&output.stdout).lines().filter_map(|line| {
             let mut ids = line.split_whitespace().filter_map(|id| id.parse::<u32>().ok());
-            if let (Some(pid), Some(of)) = (ids.next(), ids.next()) {
-                if of == parent {
-                    pids.push(pid);
-                }
-            }
-        }
+            let (pid, of) = (ids.next()?, ids.next()?);
+            (of == parent).then_some(pid)
+        }));
     }
     pids
 }
