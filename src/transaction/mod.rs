@@ -88,7 +88,14 @@
 //! # Other clients
 //!
 //! The handle speaks [`tokio_postgres`], which is re-exported here. For sqlx and diesel, whose
-//! connections are their own, `examples/sqlx.rs` claims inside *their* transaction by the same rules.
+//! connections are their own, `examples/sqlx` claims inside *their* transaction by the same rules.
+//!
+//! Behind PgBouncer in transaction pooling, use [`Transaction::query_typed`] and
+//! [`Transaction::execute_typed`]: a text given to the other methods is prepared under a name, which
+//! needs a PgBouncer that keeps track of those (`max_prepared_statements`).
+//!
+//! What was rolled back has left nothing, so [`ClaimInfo::attempt`](crate::ClaimInfo::attempt) counts
+//! the attempts of lease mode only, and is mostly 1 here.
 
 mod delivery;
 mod handle;

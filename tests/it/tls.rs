@@ -1,12 +1,18 @@
 //! TLS to the database: what each `sslmode` encrypts, and whom it trusts.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
-use tokio::task::spawn_blocking;
+use tokio::{
+    task::spawn_blocking,
+    time::{Instant, sleep},
+};
 use tokio_postgres::NoTls;
 use tower_dedupe::{
-    ClaimStore, EventKey, PgStore, Scope,
+    ClaimStore, Deduplicator, EventKey, PgStore, Scope, Transaction,
     store::{StoreError, StoreErrorKind},
 };
 
@@ -83,6 +89,31 @@ async fn is_encrypted(url: &str) -> Result<bool, StoreError> {
     Ok(client.query_one(sql, &[]).await.unwrap().get(0))
 }
 
+/// Sees the server end the statement of a transaction whose work is dropped.
+async fn is_called_off(url: &str) {
+    let store = PgStore::connect(url).await.unwrap();
+    let dedupe = Deduplicator::builder(store.clone()).detached(false).build().unwrap();
+    let key = EventKey::new(Scope::new("s").unwrap(), "called off").unwrap();
+    let running = tokio::spawn(async move {
+        let sleep = async |_, transaction: Transaction| {
+            transaction.execute("SELECT pg_sleep(600)", &[]).await.map(drop)
+        };
+        dedupe.run_in_transaction(key, sleep).await.map(drop)
+    });
+    let client = store.pool().get().await.unwrap();
+    let asleep = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'";
+    let sleeps = async |expected: i64| {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while client.query_one(asleep, &[]).await.unwrap().get::<_, i64>(0) != expected {
+            assert!(Instant::now() < deadline, "it does not come true");
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    sleeps(1).await;
+    running.abort();
+    sleeps(0).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn each_sslmode_encrypts_and_trusts_as_libpq_has_it() {
     let server = spawn_blocking(postgres::own).await.unwrap();
@@ -92,7 +123,8 @@ async fn each_sslmode_encrypts_and_trusts_as_libpq_has_it() {
     let trusted = ours.file(&directory, "ours.pem");
     let stranger = foreign.file(&directory, "foreign.pem");
     let by_name = server.url().replace("127.0.0.1", "localhost");
-    let ask = async |url: &str, settings: String| is_encrypted(&format!("{url}?{settings}")).await;
+    let ask_url = |url: &str, settings: &str| format!("{url}?{settings}");
+    let ask = async |url: &str, settings: String| is_encrypted(&ask_url(url, &settings)).await;
     let root = |file: &Path| format!("&sslrootcert={}", file.display());
     let refused = |answer: Result<bool, StoreError>| {
         let error = answer.expect_err("it was trusted");
@@ -117,6 +149,9 @@ async fn each_sslmode_encrypts_and_trusts_as_libpq_has_it() {
     let with = |mode: &str| format!("sslmode={mode}{}", root(&trusted));
     assert!(ask(&by_address, with("verify-ca")).await.unwrap());
     refused(ask(&by_address, with("verify-full")).await);
+
+    // What calls a statement off is encrypted as well: without, it would not be sent.
+    is_called_off(&ask_url(&by_name, &with("verify-full"))).await;
 
     // A server without TLS.
     speak_tls(&server, None).await;

@@ -302,6 +302,29 @@ async fn a_statement_that_nobody_waits_for_any_more_is_called_off() {
     eventually(async || address.deliver("1", "").await.status == StatusCode::CREATED).await;
 }
 
+/// The key does not wait for whoever keeps the handle of a delivery that was cut.
+#[tokio::test]
+async fn a_handle_that_outlives_its_cut_delivery_holds_nothing() {
+    let shop = Shop::open().await;
+    let (hand_out, mut handed_out) = mpsc::unbounded_channel();
+    let handler = async move |order: Transaction| {
+        order.execute(INSERT, &[&"1"]).await.unwrap();
+        hand_out.send(order).unwrap();
+        pending::<()>().await
+    };
+    let keeping = serve(shop.layer().detached(false), handler).await;
+    let headers = [("x-id", "1"), ("x-demo", "")];
+    let sending = tokio::spawn(async move { http::try_post(keeping.0, "/", &headers, "{}").await });
+    let kept = handed_out.recv().await.unwrap();
+    sending.abort();
+    let address = shop.serve().await;
+    eventually(async || address.deliver("1", "").await.status == StatusCode::CREATED).await;
+    assert_eq!(shop.orders("1").await, 1);
+    let late = kept.execute(INSERT, &[&"late"]).await.unwrap_err();
+    assert!(matches!(late, TransactionError::Settled), "{late}");
+    shop.is_whole().await;
+}
+
 #[tokio::test]
 async fn a_commit_by_hand_is_noticed_and_the_key_is_free() {
     let shop = Shop::open().await;
@@ -742,6 +765,27 @@ async fn a_fresh_claim_costs_one_round_trip_and_its_commit_two() {
         assert_eq!(address.deliver("1", "").await.status, StatusCode::OK);
         assert_eq!(proxy.round_trips() - before, 3, "named: {named}");
     }
+}
+
+#[tokio::test]
+async fn what_is_committed_and_nothing_else_is_a_duplicate_without_the_database() {
+    let proxy = Proxy::before(postgres::shared().port()).await;
+    let settings = |b: PgStoreBuilder| b.done_cache(100, MINUTE);
+    let shop =
+        Shop::at(postgres::schema().await, settings, |url| proxy.instead_of_host(&url)).await;
+    let address = shop.serve().await;
+    let client = shop.schema.client().await;
+    client.execute("INSERT INTO receipts VALUES ('the same')", &[]).await.unwrap();
+    for wish in ["fail", "swallow", "receipt", "commit"] {
+        assert!(address.deliver(wish, wish).await.status.is_server_error());
+        let before = proxy.round_trips();
+        assert_eq!(address.deliver(wish, "").await.status, StatusCode::CREATED);
+        assert_ne!(proxy.round_trips(), before);
+    }
+    let before = proxy.round_trips();
+    let duplicate = address.deliver("fail", "").await;
+    assert_eq!(duplicate.header("dedupe-status"), Some("duplicate"));
+    assert_eq!(proxy.round_trips(), before);
 }
 
 #[tokio::test]

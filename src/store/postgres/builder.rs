@@ -10,7 +10,7 @@ use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod};
 use super::{
     PgStore, Shared,
     cache::DoneKeys,
-    connect::Target,
+    connect::{Target, Tls},
     lanes::Lanes,
     operations::bounds,
     schema::{DEFAULT_NAME, Table},
@@ -183,13 +183,14 @@ impl PgStoreBuilder {
             true => target.with_settings(standing(&self.bounds())),
             false => target,
         };
+        let tls = target.tls();
         let manager = Manager::from_connect(
             target.config(),
             target,
             ManagerConfig { recycling_method: RecyclingMethod::Fast },
         );
         let pool = Pool::builder(manager).max_size(self.pool_size).build().map_err(refused)?;
-        Ok(self.build(table, pool, true))
+        Ok(self.build(table, pool, Some(tls)))
     }
 
     /// A store on the application's own pool.
@@ -199,19 +200,22 @@ impl PgStoreBuilder {
     /// [`StoreErrorKind::Config`] if a setting cannot be used.
     pub fn from_pool(self, pool: Pool) -> Result<PgStore, StoreError> {
         let table = self.checked()?;
-        Ok(self.build(table, pool, false))
+        Ok(self.build(table, pool, None))
     }
 
-    pub(super) fn build(self, table: Table, pool: Pool, own: bool) -> PgStore {
+    /// A store on a pool; on its own one, whose TLS it knows, or the application's.
+    pub(super) fn build(self, table: Table, pool: Pool, own: Option<Tls>) -> PgStore {
         let bounds = self.bounds();
+        let is_own = own.is_some();
         let (keys, age) = self.done_cache;
         let shared = Shared {
             id: StoreId::unique(),
             session: Session {
                 pool,
-                own,
+                own: is_own,
+                tls: own.unwrap_or(Tls::Off),
                 named: self.named_statements,
-                standing: (own && self.named_statements).then_some(bounds),
+                standing: (is_own && self.named_statements).then_some(bounds),
             },
             lanes: Lanes::default(),
             done: DoneKeys::new(keys, age),

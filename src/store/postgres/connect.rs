@@ -3,6 +3,7 @@
 use std::{
     borrow::Cow,
     error::Error,
+    fmt,
     future::Future,
     io,
     pin::Pin,
@@ -19,7 +20,7 @@ use tokio::{
     time::timeout,
 };
 use tokio_postgres::{
-    Client, Config, NoTls, Socket,
+    CancelToken, Client, Config, NoTls, Socket,
     config::{Host, LoadBalanceHosts, SslMode, TargetSessionAttrs},
     tls::MakeTlsConnect,
 };
@@ -38,11 +39,33 @@ pub(super) struct Target {
     settings: Option<String>,
 }
 
+/// How connections are encrypted.
 #[derive(Clone)]
-enum Tls {
+pub(super) enum Tls {
     Off,
     #[cfg(feature = "tls")]
     On(tokio_postgres_rustls::MakeRustlsConnect),
+}
+
+impl Tls {
+    /// Asks the server to end the statement that is under way.
+    pub(super) async fn cancel(self, running: CancelToken) -> Result<(), tokio_postgres::Error> {
+        match self {
+            Self::Off => running.cancel_query(NoTls).await,
+            #[cfg(feature = "tls")]
+            Self::On(tls) => running.cancel_query(tls).await,
+        }
+    }
+}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "Off",
+            #[cfg(feature = "tls")]
+            Self::On(_) => "On",
+        })
+    }
 }
 
 /// How much of the server's certificate is checked.
@@ -79,6 +102,10 @@ impl Target {
     /// The same with settings for each session.
     pub(super) fn with_settings(self, settings: String) -> Self {
         Self { settings: Some(settings), ..self }
+    }
+
+    pub(super) fn tls(&self) -> Tls {
+        self.tls.clone()
     }
 
     /// The configuration of the first host, for the pool, which shows it and does not use it.

@@ -117,7 +117,7 @@ impl PgStore {
     /// Operations are bounded whatever the pool's own timeouts are. Requests need a connection only
     /// for moments, but if handlers take all of them, claims wait in line.
     pub fn from_pool(pool: Pool) -> Self {
-        PgStoreBuilder::default().build(Table::with_default_name(), pool, false)
+        PgStoreBuilder::default().build(Table::with_default_name(), pool, None)
     }
 
     /// A store with other settings.

@@ -8,7 +8,7 @@ use tokio::{
     runtime::Handle,
     time::{Instant, sleep, timeout, timeout_at},
 };
-use tokio_postgres::{NoTls, Row, error::SqlState, types::Type};
+use tokio_postgres::{Row, error::SqlState, types::Type};
 
 use super::{
     PgStore, Shared,
@@ -278,10 +278,9 @@ impl OpenClaim {
     pub(crate) fn cancel(&self) {
         let Some(lent) = &self.lent else { return };
         let running = lent.client().cancel_token();
-        self.runtime.spawn(async move {
-            // Unencrypted, as libpq did it for long: it carries no more than which statement.
-            let _ = timeout(CANCEL_TIMEOUT, running.cancel_query(NoTls)).await;
-        });
+        let cancelling = self.place.shared.session.tls.clone().cancel(running);
+        // Should it not arrive, the statement's own timeout ends it.
+        self.runtime.spawn(timeout(CANCEL_TIMEOUT, cancelling));
     }
 
     /// Marks the key done and commits, or says why not; then nothing of the transaction is left, and

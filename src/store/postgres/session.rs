@@ -13,6 +13,7 @@ use tokio_postgres::{
 };
 
 use super::{
+    connect::Tls,
     error::Meaning,
     statements::{Bounds, CLOSING, opening},
 };
@@ -24,6 +25,8 @@ pub(super) struct Session {
     pub(super) pool: Pool,
     /// Whether the pool is ours, so that its idle connections may be dropped.
     pub(super) own: bool,
+    /// For requests that call a statement off, which come on connections of their own.
+    pub(super) tls: Tls,
     /// Whether statements are prepared under a name.
     pub(super) named: bool,
     /// The bounds that its connections have from the start.
