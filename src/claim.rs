@@ -11,8 +11,13 @@
 //!                    │   ▼  │ (new token, attempt + 1)
 //!                   failed ─┘
 //! ```
+//!
+//! A claim may say what its payload is. A key that is done, or claimed and not known to have failed,
+//! then belongs to that payload: who claims it with another one is told so.
 
 use std::{cell::RefCell, fmt, sync::Arc, time::Duration};
+
+use bytes::Bytes;
 
 /// The longest event key, in bytes of UTF-8.
 ///
@@ -229,10 +234,39 @@ impl From<[u8; 16]> for ClaimToken {
 
 impl fmt::Debug for ClaimToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Enough to tell two holders apart in a log.
-        let [a, b, c, d, ..] = self.0;
-        write!(f, "{a:02x}{b:02x}{c:02x}{d:02x}…")
+        show_some(&self.0, f)
     }
+}
+
+/// What an event's payload is, as a SHA-256 hash: two events are told apart by it that share a key.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PayloadHash([u8; 32]);
+
+impl PayloadHash {
+    /// The hash's bytes, as a store keeps them.
+    pub fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+impl From<[u8; 32]> for PayloadHash {
+    fn from(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Debug for PayloadHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        show_some(&self.0, f)
+    }
+}
+
+/// Enough of random bytes to tell two of them apart in a log.
+fn show_some(bytes: &[u8], f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    for byte in bytes.iter().take(4) {
+        write!(f, "{byte:02x}")?;
+    }
+    f.write_str("…")
 }
 
 /// A wish to hold a key, as a store receives it.
@@ -247,12 +281,38 @@ pub struct Claim {
     pub lease: Duration,
     /// How long the row of a failed or abandoned claim is kept after its lease.
     pub retention: Duration,
+    /// What the event's payload is, if it is to be compared; kept with the key.
+    pub fingerprint: Option<PayloadHash>,
+    /// Whether a done key's answer is to bring the response that is stored with it. If not, a store
+    /// need not read it.
+    pub replay: bool,
 }
 
 impl Claim {
-    /// A claim with a new random token.
+    /// A claim with a new random token, which compares no payload and asks for no response.
     pub fn new(key: EventKey, lease: Duration, retention: Duration) -> Self {
-        Self { key, token: ClaimToken::random(), lease, retention }
+        let token = ClaimToken::random();
+        Self { key, token, lease, retention, fingerprint: None, replay: false }
+    }
+
+    /// The same claim of this payload.
+    #[must_use]
+    pub fn with_fingerprint(mut self, fingerprint: Option<PayloadHash>) -> Self {
+        self.fingerprint = fingerprint;
+        self
+    }
+
+    /// The same claim, which asks for the stored response or does not.
+    #[must_use]
+    pub fn with_replay(mut self, replay: bool) -> Self {
+        self.replay = replay;
+        self
+    }
+
+    /// Whether a row that has this fingerprint is another payload's. Where one of the two is not
+    /// known, they are not told apart.
+    pub fn is_other_payload(&self, stored: Option<PayloadHash>) -> bool {
+        matches!((self.fingerprint, stored), (Some(mine), Some(stored)) if mine != stored)
     }
 }
 
@@ -295,7 +355,7 @@ impl ClaimInfo {
 }
 
 /// What a store says to a [`Claim`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ClaimOutcome {
     /// The caller holds the key now, with the token it sent.
     Claimed {
@@ -311,7 +371,19 @@ pub enum ClaimOutcome {
     Done {
         /// The status that the first success was answered with; `None` if it had none.
         status: Option<u16>,
+        /// The response that was stored with the done mark, if the claim asks for it.
+        response: Option<Bytes>,
     },
+    /// The key belongs to another payload: it is done with that, or was claimed with it and is not
+    /// known to have failed.
+    OtherPayload,
+}
+
+impl ClaimOutcome {
+    /// Done, and no response is stored or asked for.
+    pub const fn done(status: Option<u16>) -> Self {
+        Self::Done { status, response: None }
+    }
 }
 
 /// What a store says to a holder that completes or renews its claim.
@@ -371,12 +443,14 @@ impl fmt::Display for UnknownState {
 impl std::error::Error for UnknownState {}
 
 /// A key's row as a store sees it at one instant of its own clock.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
     /// The state.
     pub state: State,
     /// Whether the row's token is the caller's.
     pub mine: bool,
+    /// Whether the row's payload is known not to be the caller's.
+    pub other_payload: bool,
     /// The claims of this key so far.
     pub attempt: u32,
     /// What is left of the lease; zero if it is over.
@@ -385,10 +459,12 @@ pub struct Row {
     pub expired: bool,
     /// The status of the first success.
     pub response_status: Option<u16>,
+    /// The response that is stored, if it was read.
+    pub response: Option<Bytes>,
 }
 
 /// What a claim does to the row it found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OnClaim {
     /// Nothing is written; this is the answer.
     Answer(ClaimOutcome),
@@ -407,8 +483,13 @@ pub fn on_claim(row: Option<&Row>) -> OnClaim {
     }
     let next = OnClaim::Take { attempt: row.attempt.saturating_add(1) };
     match row.state {
+        // Whatever failed is over: what is corrected after it may be another payload.
         State::Failed => next,
-        State::Done => OnClaim::Answer(ClaimOutcome::Done { status: row.response_status }),
+        _ if row.other_payload => OnClaim::Answer(ClaimOutcome::OtherPayload),
+        State::Done => OnClaim::Answer(ClaimOutcome::Done {
+            status: row.response_status,
+            response: row.response.clone(),
+        }),
         State::InProgress if row.mine => {
             OnClaim::Answer(ClaimOutcome::Claimed { attempt: row.attempt })
         }

@@ -62,6 +62,7 @@
 //! | `axum` | yes | [`ClaimInfo`] and [`Transaction`] are extractors; the default scope is the whole path in nested routers |
 //! | `decode` | yes | keys in bodies with gzip, deflate, br and zstd |
 //! | `tls` | yes | TLS to Postgres |
+//! | `metrics` | no | counters through the [`metrics`](https://docs.rs/metrics) facade |
 //! | `testing` | no | the conformance suite for stores |
 
 pub mod claim;
@@ -77,8 +78,8 @@ pub use crate::{
     claim::{ClaimInfo, EventKey, Scope, TextError},
     dedupe::{ConfigError, Deduplicator, DeduplicatorBuilder, LeaseLost, Outcome, RunError},
     http::{
-        Dedupe, DedupeBody, DedupeLayer, DedupeStatus, Duplicate, InProgress, MissingKey,
-        ResponseFuture, StoreDown,
+        Dedupe, DedupeBody, DedupeLayer, DedupeStatus, Duplicate, Fingerprint, FingerprintFn,
+        InProgress, MissingKey, ResponseFuture, StoreDown,
     },
     key::{KeySource, KeySourceError},
     store::{ClaimStore, MemoryStore, PgStore, StoreError},

@@ -215,6 +215,16 @@ pub enum ConfigError {
         /// What was given.
         given: u16,
     },
+    /// A status that cannot be remembered: no 4xx, or one that says to come back.
+    Remember {
+        /// What was given.
+        given: u16,
+    },
+    /// What was given as the documentation's address is no `http` or `https` URL.
+    Documentation {
+        /// What was given.
+        given: String,
+    },
     /// A handler that is given a transaction cannot run while the database is away.
     PassThroughInTransaction,
 }
@@ -236,6 +246,16 @@ impl fmt::Display for ConfigError {
                 f,
                 "duplicates would be answered with {given}, which is no success: senders would \
                  retry for ever",
+            ),
+            Self::Remember { given } => write!(
+                f,
+                "answers of {given} cannot be remembered: only 4xx can, but for 408, 425 and 429, \
+                 which say to come back",
+            ),
+            Self::Documentation { given } => write!(
+                f,
+                "{given:?} is no address of documentation: it must be a whole URL, such as \
+                 https://api.example.com/docs/idempotency",
             ),
             Self::PassThroughInTransaction => f.write_str(
                 "store_down is PassThrough and the layer is transactional: without the database \

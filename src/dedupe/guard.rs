@@ -2,15 +2,16 @@
 
 use std::{error::Error, future::pending, mem, sync::Arc, time::Duration};
 
+use bytes::Bytes;
 use tokio::{
     runtime::Handle,
     select,
     time::{Instant, sleep, timeout_at},
 };
 
-use super::{NotRun, Shared, config::LeaseLost, drain::Permit, keeper::Tending};
+use super::{Event, NotRun, Shared, config::LeaseLost, drain::Permit, keeper::Tending};
 use crate::{
-    claim::{Claim, ClaimInfo, ClaimOutcome, EventKey, Held},
+    claim::{Claim, ClaimInfo, ClaimOutcome, Held},
     store::{Completion, StoreErrorKind},
 };
 
@@ -40,6 +41,7 @@ enum Stage {
 }
 
 /// The answer to a claim.
+#[expect(clippy::large_enum_variant, reason = "a box would cost each delivery an allocation")]
 pub(super) enum Granted {
     Claimed(Guard),
     No(NotRun),
@@ -50,8 +52,8 @@ impl Guard {
     ///
     /// The guard is armed before anything is sent, since dropping a query's future does not stop
     /// the query.
-    pub(super) async fn claim(shared: Arc<Shared>, permit: Permit, key: EventKey) -> Granted {
-        let claim = Claim::new(key, shared.settings.lease, shared.settings.abandoned_retention);
+    pub(super) async fn claim(shared: Arc<Shared>, permit: Permit, event: Event) -> Granted {
+        let claim = event.claim(&shared.settings);
         let mut guard = Self {
             shared,
             claim,
@@ -76,7 +78,8 @@ impl Guard {
             }
             Err(error) => NotRun::Store(error),
             Ok(ClaimOutcome::InProgress { lease_left }) => NotRun::InProgress { lease_left },
-            Ok(ClaimOutcome::Done { status }) => NotRun::Done { status },
+            Ok(ClaimOutcome::Done { status, response }) => NotRun::Done { status, response },
+            Ok(ClaimOutcome::OtherPayload) => NotRun::OtherPayload,
         };
         guard.stage = Stage::Settled;
         Granted::No(why)
@@ -116,16 +119,16 @@ impl Guard {
     }
 
     /// Marks the key done, and waits for it as long as `settle_timeout` allows.
-    pub(super) async fn complete(&mut self, status: Option<u16>) {
+    pub(super) async fn complete(&mut self, status: Option<u16>, response: Option<Bytes>) {
         let settings = &self.shared.settings;
         let patience = settings.settle_timeout;
-        let completion = Completion::new(status, settings.retention);
+        let completion = Completion::new(status, settings.retention).with_response(response);
         // From here on a drop must not free the key: the event is handled.
         let tending = match mem::replace(&mut self.stage, Stage::Settled) {
             Stage::Held(tending) => Some(tending),
             _ => None,
         };
-        self.stage = Stage::Succeeded(completion, tending);
+        self.stage = Stage::Succeeded(completion.clone(), tending);
 
         if complete_within(&self.shared, &self.claim, completion, patience).await {
             self.stage = Stage::Settled;
@@ -195,7 +198,7 @@ async fn complete_within(
     let deadline = Instant::now() + patience;
     let mut pauses = Pauses::until(deadline);
     loop {
-        let asked = shared.store.complete(&claim.key, claim.token, completion);
+        let asked = shared.store.complete(&claim.key, claim.token, completion.clone());
         match timeout_at(deadline, asked).await {
             Ok(Ok(Held::Yes)) => return true,
             Ok(Ok(Held::Lost)) => {

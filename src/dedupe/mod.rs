@@ -20,6 +20,7 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use tokio::{runtime, select};
 use tracing::Instrument;
 
@@ -29,8 +30,8 @@ use self::{
     keeper::Keeper,
 };
 use crate::{
-    claim::{ClaimInfo, EventKey},
-    store::{ClaimStore, NotCommitted, PgStore, StoreError},
+    claim::{Claim, ClaimInfo, EventKey, PayloadHash},
+    store::{ClaimStore, NotCommitted, PgStore, StoreError, StoreErrorKind},
 };
 
 pub use self::config::{ConfigError, DeduplicatorBuilder, LeaseLost};
@@ -125,7 +126,7 @@ impl<St: ClaimStore + ?Sized> Deduplicator<St> {
         T: Send + 'static,
         E: Send + 'static,
     {
-        self.deliver(key, Fallible(work)).await.told()
+        self.deliver(Event::of(key), Fallible(work)).await.told()
     }
 
     /// Takes no new deliveries, waits for those in flight, and cuts those that have not ended
@@ -143,11 +144,11 @@ impl<St: ClaimStore + ?Sized> Deduplicator<St> {
     /// Claim, run, settle; gives the work back if it was not run.
     pub(crate) async fn deliver<W: Work<ClaimInfo>>(
         &self,
-        key: EventKey,
+        event: Event,
         work: W,
     ) -> Delivery<W, W::Output> {
         let shared = self.shared.clone();
-        self.conduct(work, |permit, work| claim_run_settle(shared, permit, key, work)).await
+        self.conduct(work, |permit, work| claim_run_settle(shared, permit, event, work)).await
     }
 
     /// Carries a delivery out, if there is a place in flight for it: on a task of its own, if it is
@@ -252,6 +253,29 @@ impl<E: std::error::Error> std::error::Error for RunError<E> {
     }
 }
 
+/// What is delivered.
+#[derive(Clone, Debug)]
+pub(crate) struct Event {
+    pub(crate) key: EventKey,
+    /// What its payload is, if that is to be compared.
+    pub(crate) fingerprint: Option<PayloadHash>,
+    /// Whether the response is stored and given again.
+    pub(crate) replay: bool,
+}
+
+impl Event {
+    /// An event that is known by its key alone.
+    pub(crate) fn of(key: EventKey) -> Self {
+        Self { key, fingerprint: None, replay: false }
+    }
+
+    pub(crate) fn claim(self, settings: &Settings) -> Claim {
+        Claim::new(self.key, settings.lease, settings.abandoned_retention)
+            .with_fingerprint(self.fingerprint)
+            .with_replay(self.replay)
+    }
+}
+
 /// What a claim is for: started once the key is claimed, with what it is granted, and judged when it
 /// ends.
 pub(crate) trait Work<G>: Send + 'static {
@@ -263,10 +287,10 @@ pub(crate) trait Work<G>: Send + 'static {
 }
 
 /// Whether a piece of work succeeded.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) enum Verdict {
-    /// The event is handled; duplicates are answered with this status.
-    Done(Option<u16>),
+    /// The event is handled; duplicates are answered with this status, or this response.
+    Done { status: Option<u16>, response: Option<Bytes> },
     /// The event is not handled; the next delivery runs again.
     Failed,
 }
@@ -294,14 +318,19 @@ impl<W, T, E> Delivery<W, Result<T, E>> {
             }
             Self::NotRun(NotRun::Busy, _) => Err(RunError::TooManyInFlight),
             Self::NotRun(NotRun::Store(error), _) => Err(RunError::Store(error)),
+            Self::NotRun(NotRun::OtherPayload, _) => Err(RunError::Store(
+                StoreError::new(StoreErrorKind::Other, "claim the key")
+                    .with_source("the store compared a payload that it was not given"),
+            )),
         }
     }
 }
 
 /// Why work was not started.
 pub(crate) enum NotRun {
-    Done { status: Option<u16> },
+    Done { status: Option<u16>, response: Option<Bytes> },
     InProgress { lease_left: Duration },
+    OtherPayload,
     Busy,
     Store(StoreError),
 }
@@ -329,11 +358,11 @@ impl Shared {
 fn claim_run_settle<W: Work<ClaimInfo>>(
     shared: Arc<Shared>,
     permit: Permit,
-    key: EventKey,
+    event: Event,
     work: W,
 ) -> impl Future<Output = Delivery<W, W::Output>> + Send {
     async move {
-        let mut guard = match Guard::claim(shared, permit, key).await {
+        let mut guard = match Guard::claim(shared, permit, event).await {
             Granted::Claimed(guard) => guard,
             Granted::No(why) => return Delivery::NotRun(why, work),
         };
@@ -350,8 +379,8 @@ fn claim_run_settle<W: Work<ClaimInfo>>(
         };
 
         match end {
-            End::Of(Ok((output, Verdict::Done(status)))) => {
-                guard.complete(status).await;
+            End::Of(Ok((output, Verdict::Done { status, response }))) => {
+                guard.complete(status, response).await;
                 Delivery::Ran(output)
             }
             End::Of(Ok((output, Verdict::Failed))) => {
@@ -408,7 +437,10 @@ where
 
     async fn start(self, granted: G) -> (Self::Output, Verdict) {
         let output = (self.0)(granted).await;
-        let verdict = if output.is_ok() { Verdict::Done(None) } else { Verdict::Failed };
+        let verdict = match &output {
+            Ok(_) => Verdict::Done { status: None, response: None },
+            Err(_) => Verdict::Failed,
+        };
         (output, verdict)
     }
 }

@@ -2,13 +2,21 @@
 
 use std::{fmt, time::Duration};
 
+use bytes::Bytes;
 use http::{
-    HeaderName, HeaderValue, Response, StatusCode,
-    header::{CONTENT_TYPE, RETRY_AFTER},
+    HeaderName, HeaderValue, Response, StatusCode, Uri,
+    header::{CONTENT_TYPE, LINK, RETRY_AFTER},
 };
 
-use super::{body::DedupeBody, policy::Duplicate};
-use crate::store::{NotCommitted, NotCommittedKind};
+use super::{
+    body::DedupeBody,
+    policy::Duplicate,
+    replay::{REPLAYED, Stored},
+};
+use crate::{
+    dedupe::ConfigError,
+    store::{NotCommitted, NotCommittedKind},
+};
 
 /// Why the layer answered instead of the handler, or ran the handler without deduplication.
 ///
@@ -24,6 +32,8 @@ pub enum DedupeStatus {
     MissingKey,
     /// What stands where the key should be cannot be one.
     InvalidKey,
+    /// The key belongs to a request with another payload.
+    KeyConflict,
     /// The body is longer than `max_body`.
     BodyTooLarge,
     /// The body did not arrive within `body_timeout`.
@@ -40,6 +50,8 @@ pub enum DedupeStatus {
     NotCommitted,
     /// As much is in flight as `max_in_flight` allows, or the layer is drained.
     TooManyInFlight,
+    /// The handler succeeded, and the body of its response, which was to be stored, broke off.
+    ResponseUnreadable,
 }
 
 impl DedupeStatus {
@@ -53,6 +65,7 @@ impl DedupeStatus {
             Self::InProgress => "in-progress",
             Self::MissingKey => "missing-key",
             Self::InvalidKey => "invalid-key",
+            Self::KeyConflict => "key-conflict",
             Self::BodyTooLarge => "body-too-large",
             Self::BodyTimeout => "body-timeout",
             Self::BodyUnreadable => "body-unreadable",
@@ -61,6 +74,18 @@ impl DedupeStatus {
             Self::TransactionConflict => "transaction-conflict",
             Self::NotCommitted => "not-committed",
             Self::TooManyInFlight => "too-many-in-flight",
+            Self::ResponseUnreadable => "response-unreadable",
+        }
+    }
+
+    /// What a problem is called that the documentation of an API describes.
+    fn title(self) -> Option<&'static str> {
+        match self {
+            Self::MissingKey => Some("The idempotency key is missing"),
+            Self::InvalidKey => Some("The idempotency key cannot be read"),
+            Self::InProgress => Some("A request with this idempotency key is under way"),
+            Self::KeyConflict => Some("The idempotency key belongs to another request"),
+            _ => None,
         }
     }
 
@@ -83,6 +108,7 @@ pub(super) enum Refusal {
     InProgress { status: StatusCode, lease_left: Duration },
     MissingKey(String),
     InvalidKey(String),
+    OtherPayload,
     BodyTooLarge { limit: usize },
     OuterBodyLimit,
     BodyTimeout { patience: Duration },
@@ -92,15 +118,24 @@ pub(super) enum Refusal {
     TooManyInFlight,
     Cut,
     NotCommitted(NotCommitted),
+    ResponseUnreadable,
 }
 
 impl Refusal {
     /// The answer as `application/problem+json` (RFC 9457).
-    pub(super) fn response<R>(self) -> Response<DedupeBody<R>> {
+    pub(super) fn response<R>(
+        self,
+        documentation: Option<&Documentation>,
+    ) -> Response<DedupeBody<R>> {
         let (status, reason, retry_after, detail) = self.told();
+        let described = documentation.zip(reason.title());
+        let (kind, title) = match described {
+            Some((documentation, title)) => (&*documentation.0, title),
+            None => ("about:blank", status.canonical_reason().unwrap_or_default()),
+        };
         let problem = serde_json::json!({
-            "type": "about:blank",
-            "title": status.canonical_reason().unwrap_or_default(),
+            "type": kind,
+            "title": title,
             "status": status.as_u16(),
             "detail": detail,
             "dedupe_status": reason.as_str(),
@@ -109,6 +144,9 @@ impl Refusal {
         *response.status_mut() = status;
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        if let Some(link) = described.and_then(|(documentation, _)| documentation.link()) {
+            headers.insert(LINK, link);
+        }
         if let Some(after) = retry_after {
             headers.insert(RETRY_AFTER, HeaderValue::from(after));
         }
@@ -133,6 +171,14 @@ impl Refusal {
                 Is::InvalidKey,
                 None,
                 format!("no usable event key: {fault}"),
+            ),
+            Self::OtherPayload => (
+                StatusCode::UNPROCESSABLE_ENTITY,
+                Is::KeyConflict,
+                None,
+                "this key was used with another payload; send the same request again, or this one \
+                 with a key of its own"
+                    .into(),
             ),
             Self::BodyTooLarge { limit } => (
                 StatusCode::PAYLOAD_TOO_LARGE,
@@ -200,23 +246,72 @@ impl Refusal {
                 };
                 (status, reason, retry_after, why.to_string())
             }
+            Self::ResponseUnreadable => (
+                StatusCode::INTERNAL_SERVER_ERROR,
+                Is::ResponseUnreadable,
+                None,
+                "the request was carried out, but the body of its response broke off".into(),
+            ),
         }
     }
 }
 
-/// The answer to a delivery whose event is done: a status and nothing else.
-pub(super) fn duplicate<R>(policy: Duplicate, first: Option<u16>) -> Response<DedupeBody<R>> {
-    let status = match policy {
-        Duplicate::Status(status) => status,
-        // Rows that were adopted from another table have no status, which means 200.
-        Duplicate::SameStatus => {
-            first.and_then(|code| StatusCode::from_u16(code).ok()).unwrap_or(StatusCode::OK)
-        }
-    };
+/// The answer to a delivery whose event is done: the first response where that is to be given again,
+/// else a status and nothing else.
+pub(super) fn duplicate<R>(
+    policy: Duplicate,
+    first: Option<u16>,
+    stored: Option<Bytes>,
+) -> Response<DedupeBody<R>> {
+    // Rows that were adopted from another table have no status, which means 200.
+    let first = first.and_then(|code| StatusCode::from_u16(code).ok()).unwrap_or(StatusCode::OK);
     let mut response = Response::new(DedupeBody::empty());
-    *response.status_mut() = status;
+    *response.status_mut() = match policy {
+        Duplicate::Status(status) => status,
+        Duplicate::SameStatus | Duplicate::Replay => first,
+    };
+    if policy == Duplicate::Replay {
+        let stored = stored.and_then(|bytes| {
+            let stored = Stored::read(bytes);
+            if stored.is_none() {
+                tracing::error!(
+                    "a stored response cannot be read: its status alone is given again"
+                );
+            }
+            stored
+        });
+        let replayed = if stored.is_some() { "true" } else { "false" };
+        if let Some(Stored { headers, data, trailers }) = stored {
+            *response.headers_mut() = headers;
+            *response.body_mut() = DedupeBody::held(data, trailers);
+        }
+        response.headers_mut().insert(REPLAYED, HeaderValue::from_static(replayed));
+    }
     DedupeStatus::Duplicate.mark(&mut response);
     response
+}
+
+/// The address of the text that tells the clients of an API how keys are used.
+#[derive(Clone, Debug)]
+pub(super) struct Documentation(String);
+
+impl Documentation {
+    pub(super) fn new(address: &str) -> Result<Self, ConfigError> {
+        let is_visible = |byte: u8| byte.is_ascii_graphic() && !matches!(byte, b'<' | b'>' | b'"');
+        let is_whole = |uri: Uri| {
+            uri.host().is_some_and(|host| !host.is_empty())
+                && matches!(uri.scheme_str(), Some("http" | "https"))
+        };
+        if address.bytes().all(is_visible) && address.parse().is_ok_and(is_whole) {
+            Ok(Self(address.to_owned()))
+        } else {
+            Err(ConfigError::Documentation { given: address.to_owned() })
+        }
+    }
+
+    fn link(&self) -> Option<HeaderValue> {
+        format!("<{}>; rel=\"describedby\"", self.0).try_into().ok()
+    }
 }
 
 /// Rounded up, since a sender that comes back a moment too early comes in vain; at least 1.

@@ -15,8 +15,9 @@ pin_project! {
     /// The body of requests that the layer hands on and of responses that it gives.
     ///
     /// It is either the body `B` as it came, frame by frame, or bytes that the layer holds: a
-    /// request that was read to find its key (byte for byte, with its trailers), or an answer of
-    /// the layer's own.
+    /// request that was read to find its key (byte for byte, with its trailers), an answer of
+    /// the layer's own, or a response that was read to be stored. Where that was given up, it is
+    /// what was read, and then the body as it comes.
     pub struct DedupeBody<B> {
         #[pin]
         kind: Kind<B>,
@@ -28,6 +29,7 @@ pin_project! {
     enum Kind<B> {
         Inner { #[pin] body: B },
         Held { data: Option<Bytes>, trailers: Option<HeaderMap> },
+        Resumed { read: Option<Bytes>, rest: Pin<Box<B>> },
     }
 }
 
@@ -43,6 +45,12 @@ impl<B> DedupeBody<B> {
         Self { kind: Kind::Held { data, trailers } }
     }
 
+    /// Bytes that were read of a body, then the rest of it.
+    pub(super) fn resumed(read: Bytes, rest: Pin<Box<B>>) -> Self {
+        let read = Some(read).filter(Buf::has_remaining);
+        Self { kind: Kind::Resumed { read, rest } }
+    }
+
     pub(super) fn empty() -> Self {
         Self::held(Bytes::new(), None)
     }
@@ -51,7 +59,7 @@ impl<B> DedupeBody<B> {
     pub(super) fn into_unread(self) -> Option<B> {
         match self.kind {
             Kind::Inner { body } => Some(body),
-            Kind::Held { .. } => None,
+            Kind::Held { .. } | Kind::Resumed { .. } => None,
         }
     }
 }
@@ -71,6 +79,10 @@ impl<B: Body<Data = Bytes>> Body for DedupeBody<B> {
                 let frame = frame.or_else(|| trailers.take().map(Frame::trailers));
                 Poll::Ready(frame.map(Ok))
             }
+            KindProj::Resumed { read, rest } => match read.take() {
+                Some(read) => Poll::Ready(Some(Ok(Frame::data(read)))),
+                None => rest.as_mut().poll_frame(cx),
+            },
         }
     }
 
@@ -78,17 +90,35 @@ impl<B: Body<Data = Bytes>> Body for DedupeBody<B> {
         match &self.kind {
             Kind::Inner { body } => body.is_end_stream(),
             Kind::Held { data, trailers } => data.is_none() && trailers.is_none(),
+            Kind::Resumed { read, rest } => read.is_none() && rest.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
             Kind::Inner { body } => body.size_hint(),
-            Kind::Held { data, .. } => {
-                SizeHint::with_exact(data.as_ref().map_or(0, Bytes::len) as u64)
-            }
+            Kind::Held { data, trailers } => longer(
+                data,
+                match trailers {
+                    None => SizeHint::with_exact(0),
+                    // To a body whose length is known HTTP/1 gives no trailers.
+                    Some(_) => SizeHint::new(),
+                },
+            ),
+            Kind::Resumed { read, rest } => longer(read, rest.size_hint()),
         }
     }
+}
+
+/// The hint of what comes first and then as the other says.
+fn longer(first: &Option<Bytes>, then: SizeHint) -> SizeHint {
+    let first = first.as_ref().map_or(0, Bytes::len) as u64;
+    let mut hint = SizeHint::new();
+    hint.set_lower(then.lower().saturating_add(first));
+    if let Some(upper) = then.upper().and_then(|upper| upper.checked_add(first)) {
+        hint.set_upper(upper);
+    }
+    hint
 }
 
 /// An empty body, so that outer middleware can make responses of its own.
@@ -102,6 +132,9 @@ impl<B> fmt::Debug for DedupeBody<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kind {
             Kind::Inner { .. } => f.write_str("DedupeBody::Inner"),
+            Kind::Resumed { read, .. } => {
+                write!(f, "DedupeBody::Resumed({} bytes, …)", read.as_ref().map_or(0, Bytes::len))
+            }
             Kind::Held { data, .. } => {
                 write!(f, "DedupeBody::Held({} bytes)", data.as_ref().map_or(0, Bytes::len))
             }
@@ -135,15 +168,29 @@ mod tests {
         trailers.insert("x-checksum", "1".parse().unwrap());
         let held = DedupeBody::<Empty<Bytes>>::held("abc".into(), Some(trailers.clone()));
         let mut body = pin!(held);
-        assert_eq!(body.size_hint().exact(), Some(3));
+        // An exact length would cost the trailers in HTTP/1, where they need chunks.
+        assert_eq!((body.size_hint().lower(), body.size_hint().upper()), (3, None));
 
         assert_eq!(next(&mut body).unwrap().into_data().unwrap(), "abc");
         assert!(!body.is_end_stream(), "the trailers are still to come");
-        assert_eq!(body.size_hint().exact(), Some(0));
+        assert_eq!((body.size_hint().lower(), body.size_hint().upper()), (0, None));
         assert_eq!(next(&mut body).unwrap().into_trailers().unwrap(), trailers);
         assert!(body.is_end_stream());
         assert!(next(&mut body).is_none());
         assert!(next(&mut body).is_none(), "polling on is harmless");
+        assert_eq!(body.size_hint().exact(), Some(0));
+    }
+
+    #[test]
+    fn a_resumed_body_gives_what_was_read_and_then_the_rest() {
+        let rest = Box::pin(Full::new(Bytes::from("cde")));
+        let mut body = pin!(DedupeBody::resumed("ab".into(), rest));
+        assert_eq!(body.size_hint().exact(), Some(5));
+        assert_eq!(next(&mut body).unwrap().into_data().unwrap(), "ab");
+        assert_eq!(body.size_hint().exact(), Some(3));
+        assert!(!body.is_end_stream());
+        assert_eq!(next(&mut body).unwrap().into_data().unwrap(), "cde");
+        assert!(body.is_end_stream());
     }
 
     #[test]

@@ -2,19 +2,22 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use http::{request, response};
+use http::{HeaderName, Method, Response, StatusCode, request, response};
 use tower_layer::Layer;
 
 use super::{
-    answer::Refusal,
+    answer::{Documentation, Refusal},
+    body::DedupeBody,
     classify::Success,
     decode,
+    fingerprint::Fingerprint,
     policy::{Duplicate, InProgress, MissingKey, StoreDown},
+    replay::Replay,
     service::{Dedupe, Ready},
 };
 use crate::{
     claim::{EventKey, Scope, TextError},
-    dedupe::{ConfigError, Deduplicator, DeduplicatorBuilder, LeaseLost, within},
+    dedupe::{ConfigError, Deduplicator, DeduplicatorBuilder, Event, LeaseLost, within},
     key::{KeySource, NoKey},
     store::{ClaimStore, PgStore},
 };
@@ -133,6 +136,14 @@ impl<St: ClaimStore> DedupeLayer<St> {
         self
     }
 
+    /// The methods whose requests are deduplicated; the others pass through untouched. Default: all
+    /// but the safe ones (GET, HEAD, OPTIONS, TRACE) and CONNECT, which always pass.
+    #[must_use]
+    pub fn methods(mut self, methods: impl IntoIterator<Item = Method>) -> Self {
+        self.config.methods = Some(methods.into_iter().collect());
+        self
+    }
+
     /// What counts as success, judged by the response's head. Default: 200 to 299.
     ///
     /// **What counts as success is never delivered again.**
@@ -141,7 +152,19 @@ impl<St: ClaimStore> DedupeLayer<St> {
         mut self,
         judge: impl Fn(&response::Parts) -> bool + Send + Sync + 'static,
     ) -> Self {
-        self.config.success = Success::by(judge);
+        self.config.success.set_judge(judge);
+        self
+    }
+
+    /// Refusals that are as final as a success: their events are done, and duplicates are answered as
+    /// they were. Default: none. Any 4xx but 408, 425 and 429, which say to come back.
+    ///
+    /// For API clients, who learn from the first 402 or 422 and send a corrected request with a new
+    /// key. With [`transactional`](DedupeLayer::transactional), what the handler wrote is committed.
+    /// **Not for webhooks**: a handler that is mended would never see the event again.
+    #[must_use]
+    pub fn remember(mut self, statuses: impl IntoIterator<Item = StatusCode>) -> Self {
+        self.config.success.remember(statuses);
         self
     }
 
@@ -149,6 +172,47 @@ impl<St: ClaimStore> DedupeLayer<St> {
     #[must_use]
     pub fn duplicate(mut self, duplicate: Duplicate) -> Self {
         self.config.duplicate = duplicate;
+        self
+    }
+
+    /// What must be the same when the key is: a request whose key belongs to another payload is
+    /// answered 422. Default: nothing is compared.
+    ///
+    /// The body is read before the key is claimed, within [`max_body`](Self::max_body) and
+    /// [`body_timeout`](Self::body_timeout). In transaction mode, what another process has under way is
+    /// compared once it is committed; until then the answer is that of
+    /// [`in_progress`](Self::in_progress).
+    #[must_use]
+    pub fn fingerprint(mut self, fingerprint: Fingerprint) -> Self {
+        self.config.fingerprint = Some(fingerprint);
+        self
+    }
+
+    /// The longest response body that [`Duplicate::Replay`] stores, in bytes. Default 256 KiB. A longer
+    /// one leaves as it comes, and its duplicates are answered without it.
+    ///
+    /// It is kept in the row of its key until the [`retention`](Self::retention) ends, and in memory
+    /// until it is stored: beyond some MiB, keep it elsewhere and answer with where.
+    #[must_use]
+    pub fn max_replay_body(mut self, bytes: usize) -> Self {
+        self.config.replay.max_body = bytes;
+        self
+    }
+
+    /// Headers that [`Duplicate::Replay`] does not store, besides those that it never does. Replaces
+    /// those that were named before.
+    #[must_use]
+    pub fn never_replay(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
+        self.config.replay.never = names.into_iter().collect();
+        self
+    }
+
+    /// The address of the text that tells clients how keys are used, `http` or `https`. Answers of a
+    /// missing or unreadable key, of one that is in progress and of another payload name it: in `Link`
+    /// (`rel="describedby"`) and as the problem's `type`. Default: none.
+    #[must_use]
+    pub fn documentation(mut self, address: impl AsRef<str>) -> Self {
+        self.config.documentation = Some(Documentation::new(address.as_ref()));
         self
     }
 
@@ -304,8 +368,14 @@ pub(super) struct Config {
     scope: ScopeSource,
     allow_volatile: bool,
     bypass: Option<Bypass>,
+    /// Whether method and path are part of every scope.
+    by_route: bool,
+    methods: Option<Arc<[Method]>>,
+    fingerprint: Option<Fingerprint>,
+    documentation: Option<Result<Documentation, ConfigError>>,
     pub(super) success: Success,
     pub(super) duplicate: Duplicate,
+    pub(super) replay: Replay,
     pub(super) in_progress: InProgress,
     pub(super) missing_key: MissingKey,
     pub(super) store_down: StoreDown,
@@ -315,7 +385,7 @@ pub(super) struct Config {
 
 /// What a request is found to be.
 pub(super) enum Found {
-    Key(EventKey),
+    Event(Event),
     Missing(String),
     Refused(Refusal),
     Bypass,
@@ -328,8 +398,13 @@ impl Config {
             scope: ScopeSource::Path,
             allow_volatile: false,
             bypass: None,
+            by_route: false,
+            methods: None,
+            fingerprint: None,
+            documentation: None,
             success: Success::default(),
             duplicate: Duplicate::default(),
+            replay: Replay::default(),
             in_progress: InProgress::default(),
             missing_key: MissingKey::default(),
             store_down: StoreDown::default(),
@@ -350,10 +425,33 @@ impl Config {
                 return Err(ConfigError::DuplicateStatus { given: status.as_u16() });
             }
         }
+        if let Some(Err(error)) = &self.documentation {
+            return Err(error.clone());
+        }
+        self.success.check()?;
         if let InProgress::Wait(wait) = self.in_progress {
             within("in_progress wait", wait, Duration::ZERO, MAX_WAIT)?;
         }
         within("body_timeout", self.body_timeout, Duration::from_millis(1), MAX_WAIT)
+    }
+
+    /// Whether requests of this method are deduplicated.
+    pub(super) fn takes(&self, method: &Method) -> bool {
+        self.methods.as_ref().is_none_or(|methods| methods.contains(method))
+    }
+
+    /// Whether the fingerprint warns and does not refuse.
+    pub(super) fn only_warns(&self) -> bool {
+        self.fingerprint.as_ref().is_some_and(Fingerprint::only_warns)
+    }
+
+    pub(super) fn refused<R>(&self, refusal: Refusal) -> Response<DedupeBody<R>> {
+        refusal.response(self.documentation.as_ref().and_then(|address| address.as_ref().ok()))
+    }
+
+    /// Whether what was found in the head is all that is to be known.
+    pub(super) fn is_enough(&self, found: &Found) -> bool {
+        self.fingerprint.is_none() || !matches!(found, Found::Event(_))
     }
 
     /// Looks at a request's head, if that is enough; `None` if the body must be read first.
@@ -362,6 +460,18 @@ impl Config {
             return None;
         }
         self.source.find_in_head(parts).map(|found| self.with_scope(parts, found))
+    }
+
+    /// Looks at a request's payload, once it is known to be an event.
+    pub(super) fn with_payload(&self, parts: &request::Parts, data: &[u8], found: Found) -> Found {
+        let (event, fingerprint) = match (found, &self.fingerprint) {
+            (Found::Event(event), Some(fingerprint)) => (event, fingerprint),
+            (found, _) => return found,
+        };
+        match fingerprint.of(parts, whole_path(parts), data, self.max_body) {
+            Ok(hash) => Found::Event(Event { fingerprint: Some(hash), ..event }),
+            Err(refusal) => Found::Refused(refusal),
+        }
     }
 
     /// Looks at a request's head and its body.
@@ -389,12 +499,27 @@ impl Config {
         let invalid = |what: &str, error: TextError| {
             Found::Refused(Refusal::InvalidKey(format!("{what} {error}")))
         };
-        match self.scope.of(parts) {
+        match self.scope_of(parts) {
             Err(error) => invalid(self.scope.described(), error),
             Ok(scope) => match EventKey::new(scope, key) {
                 Err(error) => invalid("the key", error),
-                Ok(key) => Found::Key(key),
+                Ok(key) => {
+                    let replay = self.duplicate == Duplicate::Replay;
+                    Found::Event(Event { replay, ..Event::of(key) })
+                }
             },
+        }
+    }
+
+    fn scope_of(&self, parts: &request::Parts) -> Result<Scope, TextError> {
+        if !self.by_route {
+            return self.scope.of(parts);
+        }
+        // Neither a method nor a path has a space in it, so no two are one text.
+        let (method, path) = (&parts.method, whole_path(parts));
+        match self.scope {
+            ScopeSource::Path => Scope::new(format!("{method} {path}")),
+            _ => Scope::new(format!("{method} {path} {}", self.scope.of(parts)?)),
         }
     }
 }

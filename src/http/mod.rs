@@ -4,11 +4,14 @@
 mod answer;
 mod body;
 mod classify;
+mod count;
 mod decode;
+mod fingerprint;
 mod future;
 mod layer;
 mod policy;
 mod read;
+mod replay;
 mod service;
 
 #[cfg(feature = "axum")]
@@ -17,6 +20,7 @@ mod extract;
 pub use self::{
     answer::DedupeStatus,
     body::DedupeBody,
+    fingerprint::{Fingerprint, FingerprintFn},
     future::ResponseFuture,
     layer::DedupeLayer,
     policy::{Duplicate, InProgress, MissingKey, StoreDown},

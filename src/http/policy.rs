@@ -15,6 +15,30 @@ pub enum Duplicate {
     /// This status, and an empty body. It must be a success (200 to 299), or senders retry for
     /// ever.
     Status(StatusCode),
+    /// The first response again: status, headers, body and trailers, stored with the done mark. For
+    /// API clients, which need the answer and not only that there was one.
+    ///
+    /// It carries `idempotency-replayed: true`. Bytes are the same, and so are header values and the
+    /// order of those of one name, but for what is never stored:
+    ///
+    /// - hop-by-hop headers (`connection` and what it names, `keep-alive`, `proxy-connection`,
+    ///   `proxy-authenticate`, `proxy-authorization`, `te`, `transfer-encoding`, `upgrade`);
+    /// - `date`, `set-cookie` and `www-authenticate`, which are for one moment or one client;
+    /// - `content-length`, which is told anew;
+    /// - `dedupe-status` and `idempotency-replayed`, which are the layer's;
+    /// - what [`never_replay`](crate::DedupeLayer::never_replay) names.
+    ///
+    /// A response is read to its end before it leaves, since it is stored with the done mark, and
+    /// that is committed first. Some are **not stored**: those longer than
+    /// [`max_replay_body`](crate::DedupeLayer::max_replay_body), or with more than 64 KiB of headers;
+    /// those that take more than 2 s from their head to their end, `text/event-stream`, and gRPC
+    /// answers of more than one message. They go on to the first client as they come. Their
+    /// duplicates, and those of events that were done before this was asked for, are answered with
+    /// the first status, an empty body and `idempotency-replayed: false`. **The handler does not run
+    /// again.**
+    ///
+    /// Put compression outside the layer, or it is stored as the first client could read it.
+    Replay,
 }
 
 /// The answer to a delivery of an event that another holder is working on. Never a success, since

@@ -14,7 +14,7 @@ use tokio::time::timeout;
 
 use super::answer::Refusal;
 
-/// A request body in memory.
+/// A body in memory.
 pub(super) struct Whole {
     pub(super) data: Bytes,
     pub(super) trailers: Option<HeaderMap>,
@@ -123,17 +123,17 @@ fn waits_for_continue(parts: &Parts) -> bool {
 
 /// The pieces of a body: one is kept as it is, several are joined as they come.
 #[derive(Default)]
-struct Pieces {
+pub(super) struct Pieces {
     first: Option<Bytes>,
     joined: BytesMut,
 }
 
 impl Pieces {
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.first.as_ref().map_or(0, Bytes::len) + self.joined.len()
     }
 
-    fn push(&mut self, piece: Bytes) {
+    pub(super) fn push(&mut self, piece: Bytes) {
         if piece.is_empty() {
             return;
         }
@@ -146,7 +146,7 @@ impl Pieces {
         self.joined.extend_from_slice(&piece);
     }
 
-    fn join(self) -> Bytes {
+    pub(super) fn join(self) -> Bytes {
         self.first.unwrap_or_else(|| self.joined.freeze())
     }
 }

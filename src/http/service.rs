@@ -20,15 +20,16 @@ use tower_service::Service;
 use super::{
     answer::{DedupeStatus, Refusal, duplicate},
     body::DedupeBody,
-    classify::Success,
+    count,
     future::ResponseFuture,
     layer::{Config, Found},
-    policy::{InProgress, MissingKey, StoreDown},
+    policy::{Duplicate, InProgress, MissingKey, StoreDown},
     read,
+    replay::Taken,
 };
 use crate::{
     claim::{ClaimInfo, EventKey},
-    dedupe::{Deduplicator, Delivery, NotRun, Verdict, Work},
+    dedupe::{Deduplicator, Delivery, Event, NotRun, Verdict, Work},
     store::{ClaimStore, PgStore},
     transaction::{self, Settled, Transaction},
 };
@@ -66,7 +67,7 @@ where
     S::Error: Send + 'static,
     B: Body<Data = Bytes> + Send + 'static,
     B::Error: Into<Box<dyn Error + Send + Sync>>,
-    R: Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
 {
     type Response = Response<DedupeBody<R>>;
     type Error = S::Error;
@@ -80,7 +81,7 @@ where
         let not_ready_inner = self.inner.clone();
         let mut ready_inner = mem::replace(&mut self.inner, not_ready_inner);
 
-        if carries_no_event(&request) {
+        if carries_no_event(&request) || !self.ready.config.takes(request.method()) {
             return ResponseFuture::untouched(ready_inner.call(request.map(DedupeBody::inner)));
         }
         let ready = self.ready.clone();
@@ -123,34 +124,35 @@ where
     S::Error: Send + 'static,
     B: Body<Data = Bytes> + Send + 'static,
     B::Error: Into<Box<dyn Error + Send + Sync>>,
-    R: Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
 {
     let config = &ready.config;
     let (parts, body) = request.into_parts();
 
     // The body first, so that nobody who sends slowly holds a claim.
     let (found, body) = match config.find_in_head(&parts) {
-        Some(found) => (found, DedupeBody::inner(body)),
-        None => match read::whole(&parts, body, config.max_body, config.body_timeout).await {
+        Some(found) if config.is_enough(&found) => (found, DedupeBody::inner(body)),
+        in_head => match read::whole(&parts, body, config.max_body, config.body_timeout).await {
             Ok(whole) => {
-                let found = config.find(&parts, &whole.data);
+                let found = in_head.unwrap_or_else(|| config.find(&parts, &whole.data));
+                let found = config.with_payload(&parts, &whole.data, found);
                 (found, DedupeBody::held(whole.data, whole.trailers))
             }
-            Err(refusal) => return Ok(refusal.response()),
+            Err(refusal) => return Ok(config.refused(refusal)),
         },
     };
 
     let request = Request::from_parts(parts, body);
-    let call = Call { inner, request, success: config.success.clone() };
+    let call = Call { inner, request, ready: ready.clone() };
     match found {
-        Found::Key(key) if call.is_claimed_outside(&key) => {
+        Found::Event(event) if call.is_claimed_outside(&event.key) => {
             tracing::warn!(
-                event_key = %ready.dedupe.shown(&key),
+                event_key = %ready.dedupe.shown(&event.key),
                 "two layers of the same scope are stacked: the inner one stands aside",
             );
             call.without_dedupe().await
         }
-        Found::Key(key) => claim_and_call(&ready, key, call).await,
+        Found::Event(event) => claim_and_call(&ready, event, call).await,
         Found::Bypass => Ok(call.without_dedupe().await?),
         Found::Missing(fault) if config.missing_key == MissingKey::PassThrough => {
             tracing::warn!(
@@ -175,7 +177,7 @@ where
 /// The request's way once its key is known.
 async fn claim_and_call<S, B, R>(
     ready: &Ready,
-    key: EventKey,
+    mut event: Event,
     mut call: Call<S, B>,
 ) -> Result<Response<DedupeBody<R>>, S::Error>
 where
@@ -184,17 +186,17 @@ where
     S::Error: Send + 'static,
     B: Body<Data = Bytes> + Send + 'static,
     B::Error: Into<Box<dyn Error + Send + Sync>>,
-    R: Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
 {
     let Ready { dedupe, config, transactions } = ready;
     let mut patience = Patience::of(config.in_progress);
     loop {
         let delivery = match transactions {
-            None => dedupe.deliver(key.clone(), call).await,
-            Some(store) => match transaction::deliver(dedupe, store, key.clone(), call).await {
+            None => dedupe.deliver(event.clone(), call).await,
+            Some(store) => match transaction::deliver(dedupe, store, event.clone(), call).await {
                 // Whatever the handler has answered, it does not hold.
                 Delivery::Ran(Settled { not_committed: Some(why), .. }) => {
-                    return Ok(Refusal::NotCommitted(why).response());
+                    return Ok(config.refused(Refusal::NotCommitted(why)));
                 }
                 Delivery::Ran(Settled { output, .. }) => Delivery::Ran(output),
                 Delivery::NotRun(why, call) => Delivery::NotRun(why, call),
@@ -202,16 +204,31 @@ where
             },
         };
         let (why, unused) = match delivery {
-            Delivery::Ran(result) => return result.map(|response| response.map(DedupeBody::inner)),
-            Delivery::Cut => return Ok(Refusal::Cut.response()),
+            Delivery::Ran(result) => return result,
+            Delivery::Cut => return Ok(config.refused(Refusal::Cut)),
             Delivery::NotRun(why, call) => (why, call),
         };
         call = unused;
 
         match why {
-            NotRun::Done { status } => {
+            NotRun::Done { status, response } => {
                 call.drain(config).await;
-                return Ok(duplicate(config.duplicate, status));
+                return Ok(duplicate(config.duplicate, status, response));
+            }
+            NotRun::OtherPayload => {
+                let event_key = dedupe.shown(&event.key);
+                let only_warns = config.only_warns();
+                tracing::warn!(
+                    %event_key,
+                    source = %config.source,
+                    "the event key was used with another payload: {}",
+                    if only_warns { "it goes on as if it were the same" } else { "turned away" },
+                );
+                count::payload_conflict(&config.source);
+                if !only_warns {
+                    return Ok(call.refuse(config, Refusal::OtherPayload).await);
+                }
+                event.fingerprint = None;
             }
             NotRun::InProgress { lease_left } => {
                 if patience.wait().await {
@@ -232,7 +249,7 @@ where
             NotRun::Store(error) => {
                 let passes = config.store_down == StoreDown::PassThrough;
                 tracing::error!(
-                    event_key = %dedupe.shown(&key),
+                    event_key = %dedupe.shown(&event.key),
                     error = &error as &dyn Error,
                     "could not claim the event key: {}",
                     if passes { "the handler runs without deduplication" } else { "turned away" },
@@ -252,7 +269,7 @@ where
 struct Call<S, B> {
     inner: S,
     request: Request<DedupeBody<B>>,
-    success: Success,
+    ready: Arc<Ready>,
 }
 
 impl<S, B, R> Work<ClaimInfo> for Call<S, B>
@@ -261,9 +278,9 @@ where
     S::Future: Send + 'static,
     S::Error: Send + 'static,
     B: Send + 'static,
-    R: Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
 {
-    type Output = Result<Response<R>, S::Error>;
+    type Output = Result<Response<DedupeBody<R>>, S::Error>;
 
     fn start(mut self, info: ClaimInfo) -> impl Future<Output = (Self::Output, Verdict)> + Send {
         self.request.extensions_mut().insert(info);
@@ -277,9 +294,9 @@ where
     S::Future: Send + 'static,
     S::Error: Send + 'static,
     B: Send + 'static,
-    R: Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
 {
-    type Output = Result<Response<R>, S::Error>;
+    type Output = Result<Response<DedupeBody<R>>, S::Error>;
 
     fn start(
         mut self,
@@ -295,22 +312,37 @@ where
 impl<S, B, R> Call<S, B>
 where
     S: Service<Request<DedupeBody<B>>, Response = Response<R>>,
+    R: Body<Data = Bytes>,
 {
-    /// Calls the inner service and says whether it has succeeded.
-    fn judged(self) -> impl Future<Output = (Result<Response<R>, S::Error>, Verdict)> {
-        let Self { mut inner, request, success } = self;
+    /// Calls the inner service and says whether it has succeeded, and with what.
+    fn judged(self) -> impl Future<Output = (Result<Response<DedupeBody<R>>, S::Error>, Verdict)> {
+        let Self { mut inner, request, ready } = self;
         async move {
-            match inner.call(request).await {
-                Ok(response) => {
-                    let (parts, body) = response.into_parts();
-                    let verdict = if success.is(&parts) {
-                        Verdict::Done(Some(parts.status.as_u16()))
-                    } else {
-                        Verdict::Failed
-                    };
-                    (Ok(Response::from_parts(parts, body)), verdict)
+            let (head, body) = match inner.call(request).await {
+                Ok(response) => response.into_parts(),
+                Err(error) => return (Err(error), Verdict::Failed),
+            };
+            let config = &ready.config;
+            if !config.success.is(&head) {
+                return (Ok(Response::from_parts(head, DedupeBody::inner(body))), Verdict::Failed);
+            }
+            let status = Some(head.status.as_u16());
+            let done = |response| Verdict::Done { status, response };
+            if config.duplicate != Duplicate::Replay {
+                return (Ok(Response::from_parts(head, DedupeBody::inner(body))), done(None));
+            }
+            match config.replay.take_down(&head, body).await {
+                Taken::Down(body, stored) => {
+                    (Ok(Response::from_parts(head, body)), done(Some(stored)))
                 }
-                Err(error) => (Err(error), Verdict::Failed),
+                Taken::Not(body) => (Ok(Response::from_parts(head, body)), done(None)),
+                Taken::Broken => {
+                    tracing::error!(
+                        source = %config.source,
+                        "the handler succeeded, but its response's body broke off and is not stored",
+                    );
+                    (Ok(config.refused(Refusal::ResponseUnreadable)), done(None))
+                }
             }
         }
     }
@@ -334,10 +366,11 @@ where
         config: &Config,
         refusal: Refusal,
     ) -> impl Future<Output = Response<DedupeBody<R>>> {
+        let refused = config.refused(refusal);
         let drained = self.drain(config);
         async move {
             drained.await;
-            refusal.response()
+            refused
         }
     }
 

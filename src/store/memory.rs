@@ -7,12 +7,13 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::{ClaimStore, Completion, Record, StoreFuture, StoreId};
 use crate::claim::{
-    Claim, ClaimOutcome, ClaimToken, EventKey, Held, OnClaim, Row, State, may_change, may_complete,
-    on_claim,
+    Claim, ClaimOutcome, ClaimToken, EventKey, Held, OnClaim, PayloadHash, Row, State, may_change,
+    may_complete, on_claim,
 };
 
 /// Keeps claims in this process's memory: for tests, demos, and programs that run once.
@@ -123,7 +124,9 @@ struct Kept {
     attempt: u32,
     lease_until: Instant,
     expires_at: Instant,
+    fingerprint: Option<PayloadHash>,
     response_status: Option<u16>,
+    response: Option<Bytes>,
 }
 
 impl Kept {
@@ -131,10 +134,20 @@ impl Kept {
         Row {
             state: self.state,
             mine: self.token == token,
+            other_payload: false,
             attempt: self.attempt,
             lease_left: self.lease_until.saturating_duration_since(now),
             expired: self.expires_at <= now,
             response_status: self.response_status,
+            response: None,
+        }
+    }
+
+    fn claimed_by(&self, claim: &Claim, now: Instant) -> Row {
+        Row {
+            other_payload: claim.is_other_payload(self.fingerprint),
+            response: self.response.clone().filter(|_| claim.replay),
+            ..self.seen_by(claim.token, now)
         }
     }
 }
@@ -145,7 +158,7 @@ impl Table {
         self.sweep(now);
         let place = self.rows.entry(claim.key.clone());
         let found = match &place {
-            Entry::Occupied(kept) => Some(kept.get().seen_by(claim.token, now)),
+            Entry::Occupied(kept) => Some(kept.get().claimed_by(claim, now)),
             Entry::Vacant(_) => None,
         };
         let attempt = match on_claim(found.as_ref()) {
@@ -159,7 +172,9 @@ impl Table {
             attempt,
             lease_until,
             expires_at: after(lease_until, claim.retention),
+            fingerprint: claim.fingerprint,
             response_status: None,
+            response: None,
         };
         place.insert_entry(kept);
         ClaimOutcome::Claimed { attempt }
@@ -173,6 +188,7 @@ impl Table {
                 if kept.state != State::Done {
                     kept.state = State::Done;
                     kept.response_status = completion.status;
+                    kept.response = completion.response;
                     kept.expires_at = after(now, completion.retention);
                 }
                 Held::Yes

@@ -15,6 +15,8 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
+
 use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, State};
 
 pub(crate) use self::postgres::{OpenClaim, Opening, passing, release, save, told, undo};
@@ -43,7 +45,8 @@ pub trait ClaimStore: fmt::Debug + Send + Sync + 'static {
     /// Claims a key, or says why not. Asked again with the same token, it gives the same answer.
     fn claim<'a>(&'a self, claim: &'a Claim) -> StoreFuture<'a, ClaimOutcome>;
 
-    /// Marks a claim done, durably, and keeps the row for `retention` from now.
+    /// Marks a claim done, durably, together with the response that is to be stored, and keeps the
+    /// row for `retention` from now.
     fn complete<'a>(
         &'a self,
         key: &'a EventKey,
@@ -122,19 +125,29 @@ impl<T: ClaimStore + ?Sized> ClaimStore for Arc<T> {
 }
 
 /// What is written with the done mark.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Completion {
     /// The status that the success was answered with, for duplicates to repeat.
     pub status: Option<u16>,
+    /// The response to be stored, for [claims that ask for it](Claim::replay). To a store it is
+    /// bytes and nothing more. It is gone when the row is.
+    pub response: Option<Bytes>,
     /// How long the row is kept from now.
     pub retention: Duration,
 }
 
 impl Completion {
-    /// A completion.
+    /// A completion without a response.
     pub fn new(status: Option<u16>, retention: Duration) -> Self {
-        Self { status, retention }
+        Self { status, response: None, retention }
+    }
+
+    /// The same with a response to be stored.
+    #[must_use]
+    pub fn with_response(mut self, response: Option<Bytes>) -> Self {
+        self.response = response;
+        self
     }
 }
 

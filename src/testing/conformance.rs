@@ -241,7 +241,7 @@ pub async fn a_done_key_is_done_for_everybody<S: Subject>(subject: &S) {
     for _ in 0..3 {
         for asking in [&claim("1"), &first] {
             let outcome = store.claim(asking).await.unwrap();
-            assert_eq!(outcome, ClaimOutcome::Done { status: Some(204) }, "I2: done is final");
+            assert_eq!(outcome, ClaimOutcome::done(Some(204)), "I2: done is final");
         }
         subject.elapse(LEASE + SLACK).await;
     }
@@ -254,7 +254,7 @@ pub async fn a_status_that_was_not_given_is_not_made_up<S: Subject>(subject: &S)
     store.claim(&first).await.unwrap();
     store.complete(&first.key, first.token, Completion::new(None, MONTH)).await.unwrap();
     let outcome = store.claim(&claim("1")).await.unwrap();
-    assert_eq!(outcome, ClaimOutcome::Done { status: None });
+    assert_eq!(outcome, ClaimOutcome::done(None));
 }
 
 /// A completion whose reply was lost is asked again.
@@ -278,7 +278,7 @@ pub async fn done_counts_after_the_lease_until_somebody_took_over<S: Subject>(su
     subject.elapse(LEASE + SLACK).await;
     assert_eq!(store.complete(&late.key, late.token, ok()).await.unwrap(), Held::Yes);
     let outcome = store.claim(&claim("late")).await.unwrap();
-    assert_eq!(outcome, ClaimOutcome::Done { status: Some(200) });
+    assert_eq!(outcome, ClaimOutcome::done(Some(200)));
 }
 
 /// A token that never held the key.
@@ -363,7 +363,7 @@ pub async fn a_done_key_cannot_fail<S: Subject>(subject: &S) {
     assert!(!store.fail(&first.key, first.token, DAY).await.unwrap(), "I2: done was undone");
     assert_eq!(store.renew(&[first]).await.unwrap(), [Held::Lost], "I2: done was renewed");
     let outcome = store.claim(&claim("1")).await.unwrap();
-    assert_eq!(outcome, ClaimOutcome::Done { status: Some(200) }, "I2: done is final");
+    assert_eq!(outcome, ClaimOutcome::done(Some(200)), "I2: done is final");
 }
 
 /// Also when it comes late, unless somebody took over.
@@ -441,7 +441,7 @@ pub async fn a_done_key_is_new_when_its_retention_ends<S: Subject>(subject: &S) 
     store.complete(&first.key, first.token, ok()).await.unwrap();
     subject.elapse(MONTH - SLACK).await;
     let outcome = store.claim(&claim("1")).await.unwrap();
-    assert_eq!(outcome, ClaimOutcome::Done { status: Some(200) }, "I2: done is final");
+    assert_eq!(outcome, ClaimOutcome::done(Some(200)), "I2: done is final");
     subject.elapse(2 * SLACK).await;
     assert_eq!(store.claim(&claim("1")).await.unwrap(), claimed(1));
     let record = store.show(&first.key).await.unwrap().unwrap();
@@ -702,7 +702,7 @@ async fn claimed_of_many(store: &impl ClaimStore, key: &str) -> Vec<ClaimOutcome
         if asking.is_empty() { Poll::Ready(()) } else { Poll::Pending }
     })
     .await;
-    outcomes.retain(|outcome| !is_in_progress(*outcome));
+    outcomes.retain(|outcome| !is_in_progress(outcome.clone()));
     outcomes
 }
 

@@ -6,10 +6,10 @@ use tokio::{select, time::sleep};
 
 use super::handle::Transaction;
 use crate::{
-    claim::{Claim, ClaimInfo, ClaimOutcome, EventKey},
+    claim::{ClaimInfo, ClaimOutcome, EventKey},
     dedupe::{
-        Deduplicator, Delivery, Fallible, NotRun, Outcome, Permit, RunError, Settings, Verdict,
-        Work, caught,
+        Deduplicator, Delivery, Event, Fallible, NotRun, Outcome, Permit, RunError, Settings,
+        Verdict, Work, caught,
     },
     store::{ClaimStore, Completion, NotCommitted, NotCommittedKind, Opening, PgStore},
 };
@@ -69,7 +69,7 @@ impl Deduplicator<PgStore> {
         E: Send + 'static,
     {
         let work = Fallible(|(info, transaction)| work(info, transaction));
-        match deliver(self, self.store(), key, work).await {
+        match deliver(self, self.store(), Event::of(key), work).await {
             Delivery::Ran(Settled { output: Ok(_), not_committed: Some(why) }) => {
                 Err(RunError::NotCommitted(why))
             }
@@ -91,7 +91,7 @@ pub(crate) struct Settled<T> {
 pub(crate) async fn deliver<W, St>(
     dedupe: &Deduplicator<St>,
     store: &PgStore,
-    key: EventKey,
+    event: Event,
     work: W,
 ) -> Delivery<W, Settled<W::Output>>
 where
@@ -100,7 +100,7 @@ where
 {
     let (store, settings) = (store.clone(), *dedupe.settings());
     dedupe
-        .conduct(work, move |permit, work| open_run_commit(store, settings, permit, key, work))
+        .conduct(work, move |permit, work| open_run_commit(store, settings, permit, event, work))
         .await
 }
 
@@ -110,15 +110,16 @@ async fn open_run_commit<W: Work<(ClaimInfo, Transaction)>>(
     store: PgStore,
     settings: Settings,
     permit: Permit,
-    key: EventKey,
+    event: Event,
     work: W,
 ) -> Delivery<W, Settled<W::Output>> {
-    let claim = Claim::new(key, settings.lease, settings.abandoned_retention);
+    let claim = event.claim(&settings);
     let open = match store.open(&claim, settings.max_hold).await {
         Ok(Opening::Open(open)) => open,
         Ok(Opening::No(answer)) => {
             let why = match answer {
-                ClaimOutcome::Done { status } => NotRun::Done { status },
+                ClaimOutcome::Done { status, response } => NotRun::Done { status, response },
+                ClaimOutcome::OtherPayload => NotRun::OtherPayload,
                 ClaimOutcome::InProgress { lease_left } => NotRun::InProgress { lease_left },
                 // It would have been opened.
                 ClaimOutcome::Claimed { .. } => NotRun::Busy,
@@ -150,16 +151,18 @@ async fn open_run_commit<W: Work<(ClaimInfo, Transaction)>>(
     };
 
     let passing = ours.passing();
-    let verdict = match &end {
-        Some(Ok((_, verdict))) => *verdict,
-        _ => Verdict::Failed,
+    let (end, verdict) = match end {
+        Some(Ok((output, verdict))) => (Some(Ok(output)), verdict),
+        Some(Err(panic)) => (Some(Err(panic)), Verdict::Failed),
+        None => (None, Verdict::Failed),
     };
+    let succeeded = matches!(verdict, Verdict::Done { .. });
     let not_committed = match (verdict, ours.take_back().await) {
-        (Verdict::Done(status), Some(open)) => {
-            let completion = Completion::new(status, settings.retention);
+        (Verdict::Done { status, response }, Some(open)) => {
+            let completion = Completion::new(status, settings.retention).with_response(response);
             open.commit(completion, settings.settle_timeout).await.err()
         }
-        (Verdict::Done(_), None) => Some(NotCommittedKind::InUse.into()),
+        (Verdict::Done { .. }, None) => Some(NotCommittedKind::InUse.into()),
         (Verdict::Failed, open) => {
             let ended_by_handler = match open {
                 Some(open) => open.roll_back(settings.abandoned_retention).await,
@@ -171,12 +174,12 @@ async fn open_run_commit<W: Work<(ClaimInfo, Transaction)>>(
             passing.map(NotCommitted::from)
         }
     };
-    if let (Verdict::Done(_), Some(why)) = (verdict, &not_committed) {
+    if let Some(why) = not_committed.as_ref().filter(|_| succeeded) {
         log(&settings, &claim.key, why);
     }
     drop(permit);
     match end {
-        Some(Ok((output, _))) => Delivery::Ran(Settled { output, not_committed }),
+        Some(Ok(output)) => Delivery::Ran(Settled { output, not_committed }),
         Some(Err(panic)) => resume_unwind(panic),
         None => Delivery::Cut,
     }

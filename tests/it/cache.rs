@@ -15,7 +15,7 @@ use crate::support::{
     postgres::{self, Schema},
 };
 
-const DONE: ClaimOutcome = ClaimOutcome::Done { status: Some(200) };
+const DONE: ClaimOutcome = ClaimOutcome::done(Some(200));
 const CLAIMED: ClaimOutcome = ClaimOutcome::Claimed { attempt: 1 };
 
 /// A store with a cache, behind a proxy that counts what it asks.
@@ -82,7 +82,7 @@ async fn what_another_process_has_done_is_kept_once_it_was_seen() {
     let teapot = Completion::new(Some(418), MINUTE);
     elsewhere.complete(&other.key, other.token, teapot).await.unwrap();
     for asked in [true, false] {
-        assert_eq!(cached.claim("2").await, (ClaimOutcome::Done { status: Some(418) }, asked));
+        assert_eq!(cached.claim("2").await, (ClaimOutcome::done(Some(418)), asked));
     }
 }
 

@@ -77,7 +77,7 @@ async fn what_waits_for_a_connection_is_sent_in_one_statement() {
     let before = proxy.round_trips();
     let duplicates = (0..200).filter(|n| n % 4 != 0);
     for (_, outcome) in at_once(&store, duplicates.map(|n| claim(&n.to_string()))).await {
-        assert_eq!(outcome.unwrap(), ClaimOutcome::Done { status: Some(200) });
+        assert_eq!(outcome.unwrap(), ClaimOutcome::done(Some(200)));
     }
     let round_trips = proxy.round_trips() - before;
     assert!(round_trips <= 8, "{round_trips} round trips for 150 duplicates");
@@ -141,7 +141,7 @@ async fn a_storm_on_one_key_is_answered_together() {
     store.claim(&first).await.unwrap();
     store.complete(&first.key, first.token, done()).await.unwrap();
     let (outcomes, round_trips) = storm().await;
-    assert!(outcomes.iter().all(|one| *one == ClaimOutcome::Done { status: Some(200) }));
+    assert!(outcomes.iter().all(|one| *one == ClaimOutcome::done(Some(200))));
     assert!(round_trips <= 4, "{round_trips}");
 }
 
@@ -210,7 +210,7 @@ async fn each_answer_goes_to_its_own_caller() {
             (0, ClaimOutcome::Claimed { attempt: 1 })
             | (1, ClaimOutcome::InProgress { .. })
             | (3, ClaimOutcome::Claimed { attempt: 2 }) => {}
-            (2, ClaimOutcome::Done { status: Some(status) }) if status == 200 + n => {}
+            (2, ClaimOutcome::Done { status: Some(status), .. }) if status == 200 + n => {}
             (_, other) => panic!("{n}: {other:?}"),
         }
     }

@@ -513,7 +513,8 @@ async fn a_buffered_body_keeps_its_trailers_and_its_head() {
     handler.send(&by_id(&store), request).await;
     let seen = handler.last();
     assert_eq!((seen.headers, seen.trailers), (head, Some(trailers)));
-    assert_eq!((&seen.body[..], seen.exact_size), (&br#"{"id":1}"#[..], Some(8)));
+    // As it came: to a body of known length HTTP/1 gives no trailers, should the handler pass it on.
+    assert_eq!((&seen.body[..], seen.exact_size), (&br#"{"id":1}"#[..], None));
 }
 
 #[tokio::test(start_paused = true)]

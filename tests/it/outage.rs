@@ -357,7 +357,7 @@ async fn every_operation_that_was_cut_off_is_asked_again_with_the_same_answer() 
         let completed = store.complete(&claim.key, claim.token, completion).await.unwrap();
         assert_eq!(completed, Held::Yes);
         cut(moment);
-        let done = ClaimOutcome::Done { status: Some(201) };
+        let done = ClaimOutcome::done(Some(201));
         assert_eq!(store.claim(&other).await.unwrap(), done);
         cut(moment);
         let record = store.show(&claim.key).await.unwrap().unwrap();

@@ -125,7 +125,7 @@ async fn a_duplicate_and_a_claim_in_progress_write_nothing() {
     for _ in 0..20 {
         assert!(in_progress(&store.claim(&claim("held")).await.unwrap()));
         let duplicate = store.claim(&claim("finished")).await.unwrap();
-        assert_eq!(duplicate, ClaimOutcome::Done { status: Some(200) });
+        assert_eq!(duplicate, ClaimOutcome::done(Some(200)));
     }
     let after: Vec<String> = client.query_one(physical, &[]).await.unwrap().get(0);
     assert_eq!(after, before);
@@ -156,7 +156,7 @@ async fn a_storm_of_duplicates_writes_no_wal() {
             asking.spawn(async move { store.claim(&one).await.unwrap() });
         }
         for outcome in asking.join_all().await {
-            assert_eq!(outcome, ClaimOutcome::Done { status: Some(200) });
+            assert_eq!(outcome, ClaimOutcome::done(Some(200)));
         }
         if written().await == before {
             break;
@@ -225,7 +225,7 @@ async fn a_row_that_somebody_keeps_for_ever_is_read_like_any_other() {
     let db = postgres::schema().await;
     let store = db.store().await;
     for (key, status, expected) in [
-        ("1", "done", ClaimOutcome::Done { status: None }),
+        ("1", "done", ClaimOutcome::done(None)),
         ("2", "in_progress", ClaimOutcome::InProgress { lease_left: Duration::ZERO }),
     ] {
         let insert = format!(

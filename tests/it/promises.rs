@@ -214,7 +214,10 @@ async fn i3_of_many_holders_one_token_marks_it_done() {
                     let attempt = match store.claim(&claim).await.unwrap() {
                         ClaimOutcome::Claimed { attempt } => attempt,
                         ClaimOutcome::InProgress { .. } => continue,
-                        ClaimOutcome::Done { .. } => break,
+                        other => {
+                            assert_eq!(other, ClaimOutcome::done(Some(200)));
+                            break;
+                        }
                     };
                     // Most stand still for longer than their lease; if all did, none would end.
                     if attempt % 3 != 0 {

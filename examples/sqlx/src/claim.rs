@@ -70,7 +70,8 @@ pub async fn claim(
              attempt = CASE WHEN held.expires_at <= excluded.claimed_at THEN 1
                             ELSE held.attempt + 1 END,
              claimed_at = excluded.claimed_at, lease_until = excluded.lease_until,
-             expires_at = excluded.expires_at, done_at = NULL, response_status = NULL
+             expires_at = excluded.expires_at, done_at = NULL, response_status = NULL,
+             fingerprint = NULL, response = NULL
          WHERE held.expires_at <= excluded.claimed_at OR held.status = 'failed'
             OR (held.status = 'in_progress' AND held.lease_until <= excluded.claimed_at)
          RETURNING attempt::int4, pg_current_xact_id()::text",

@@ -126,7 +126,9 @@ impl PgStoreBuilder {
 
     /// How many keys that are done are kept in this process, and for how long, so that a storm of
     /// duplicates is answered without the database. Default: 10,000 keys (about two megabytes if
-    /// they are short) for 10 seconds; 0 keys turn it off. At most 10 minutes.
+    /// they are short) for 10 seconds; 0 keys turn it off. At most 10 minutes. A stored response
+    /// ([`Duplicate::Replay`](crate::Duplicate::Replay)) is kept too, and counts as one more key for
+    /// each KiB.
     ///
     /// A key is kept only once its done mark is committed, and never longer than its retention.
     /// [`forget`](crate::ClaimStore::forget) drops it from this store and its clones at once. Who

@@ -60,9 +60,14 @@ pub(super) trait Operation: Clone + Debug + Send + Sync + 'static {
         deadline: Instant,
     ) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
 
-    /// What the answer is if it was this to the first of the same key, which was asked for after this
-    /// nothing if it must be asked for.
-    fn following(&self, answer: &Self::Answer) -> Option<Self::Answer>;
+    /// What the answer is if it was this to the first of the same key; nothing if it must be asked
+    /// for.
+    fn following(&self, first: &Self, answer: &Self::Answer) -> Option<Self::Answer>;
+
+    /// The bytes that it carries on top of a few hundred.
+    fn weight(&self) -> usize {
+        0
+    }
 
     /// Answers in the order of `many`, which is sorted by key.
     fn together(
@@ -263,7 +268,8 @@ async fn carry<O: Operation>(shared: Arc<Shared>) {
 /// the first. Sorted, so that two statements take their locks in the same order.
 fn take_batch<O: Operation>(queue: &mut Queue<O>) -> Vec<Waiting<O>> {
     let mut batch = BTreeMap::<_, Waiting<O>>::new();
-    while batch.len() < MAX_TOGETHER {
+    let mut weight = 0;
+    while batch.len() < MAX_TOGETHER && weight < HEAVY {
         let Some(waiting) = queue.waiting.pop_front() else { break };
         if waiting.answer.is_closed() {
             // Its caller has gone, and nothing was sent.
@@ -272,6 +278,7 @@ fn take_batch<O: Operation>(queue: &mut Queue<O>) -> Vec<Waiting<O>> {
         match batch.entry(waiting.operation.key().clone()) {
             Entry::Occupied(mut first) => first.get_mut().followers.push(waiting),
             Entry::Vacant(place) => {
+                weight += waiting.operation.weight();
                 waiting.sent.store(true, Ordering::Release);
                 place.insert(waiting);
             }
@@ -321,7 +328,7 @@ impl<O: Operation> Waiting<O> {
     fn answer(self, shared: &Shared, answer: Result<O::Answer, Failure>) {
         for follower in self.followers.into_iter().rev() {
             let following = match &answer {
-                Ok(answer) => follower.operation.following(answer).map(Ok),
+                Ok(answer) => follower.operation.following(&self.operation, answer).map(Ok),
                 Err(failure) => Some(Err(failure.clone())),
             };
             match following {
@@ -344,5 +351,8 @@ const WORTH_A_SECOND: usize = 48;
 const PATIENCE: Duration = LOCK_TIMEOUT;
 /// Operations in one statement.
 const MAX_TOGETHER: usize = 256;
+/// Bytes after which a statement carries no more: with the last of them it stays below two megabytes
+/// at the limits that the layer has by default.
+const HEAVY: usize = 1024 * 1024;
 /// Operations in the queue.
 const MAX_WAITING: usize = 16_384;

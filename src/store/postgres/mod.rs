@@ -19,7 +19,7 @@ mod statements;
 mod tls;
 
 use std::{
-    collections::HashSet,
+    collections::HashMap,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -38,7 +38,7 @@ use self::{
     statements::{Bounds, Commit, Statements},
 };
 use super::{ClaimStore, Completion, Record, StoreError, StoreErrorKind, StoreFuture, StoreId};
-use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, Scope};
+use crate::claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, PayloadHash, Scope};
 
 /// Keeps claims in a Postgres table, 13 or later.
 ///
@@ -76,8 +76,8 @@ struct Shared {
     session: Session,
     lanes: Lanes,
     done: DoneKeys,
-    /// The keys whose work is under way here in a transaction.
-    at_work: Mutex<HashSet<EventKey>>,
+    /// The keys whose work is under way here in a transaction, and their payloads.
+    at_work: Mutex<HashMap<EventKey, Option<PayloadHash>>>,
     statements: Statements,
     table: Table,
     timeout: Duration,
@@ -86,8 +86,8 @@ struct Shared {
 }
 
 impl Shared {
-    /// No code panics while it holds the lock, so a poisoned set is a right one.
-    fn at_work(&self) -> MutexGuard<'_, HashSet<EventKey>> {
+    /// No code panics while it holds the lock, so a poisoned map is a right one.
+    fn at_work(&self) -> MutexGuard<'_, HashMap<EventKey, Option<PayloadHash>>> {
         self.at_work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,6 +1,6 @@
 //! A claim and its holder's work in one transaction: opened, and committed or rolled back.
 
-use std::{error::Error, fmt, sync::Arc, time::Duration};
+use std::{collections::hash_map::Entry, error::Error, fmt, sync::Arc, time::Duration};
 
 use deadpool_postgres::ClientWrapper;
 use tokio::{
@@ -12,8 +12,11 @@ use tokio_postgres::{Row, error::SqlState, types::Type};
 
 use super::{
     PgStore, Shared,
+    cache::Done,
     error::Meaning,
-    operations::{HELD_BY_A_TRANSACTION, attempt, found, millis, response_code, unreadable},
+    operations::{
+        ClaimParams, HELD_BY_A_TRANSACTION, attempt, found, millis, response_code, unreadable,
+    },
     session::{Answers, Ask, Cause, Lent, Param, jitter},
     statements::{
         Bounds, CLOSING, Commit, GIVING_UP, UNDOING_STANDING, bounding, handing_over,
@@ -54,12 +57,13 @@ impl PgStore {
         max_hold: Duration,
     ) -> Result<Opening, StoreError> {
         let shared = &self.shared;
-        if let Some(status) = shared.done.get(&claim.key) {
-            return Ok(Opening::No(ClaimOutcome::Done { status }));
+        if let Some(answer) = shared.done.answer(claim) {
+            return Ok(Opening::No(answer));
         }
         // What is at work in this process need not take a connection from others to be found so.
-        let Some(place) = Place::take(shared, &claim.key) else {
-            return Ok(Opening::No(HELD_BY_A_TRANSACTION));
+        let place = match Place::take(shared, claim) {
+            Ok(place) => place,
+            Err(answer) => return Ok(Opening::No(answer)),
         };
         let deadline = shared.deadline();
         let failed = |kind, cause: Cause| StoreError::new(kind, ATTEMPTED).with_source(cause);
@@ -159,19 +163,13 @@ impl Shared {
             commit: Commit::Durable,
             ..self.bounds_within(claim.lease)
         };
-        let params: [Param<'_>; 5] = [
-            (&claim.key.scope().as_str(), Type::TEXT),
-            (&claim.key.as_str(), Type::TEXT),
-            (&&claim.token.as_bytes()[..], Type::BYTEA),
-            (&millis(claim.lease), Type::INT8),
-            (&millis(claim.retention), Type::INT8),
-        ];
+        let params = ClaimParams::of(claim);
         let as_of = self.done.as_of();
         let hand_over = handing_over(max_hold);
         let mut undo_standing = self.session.standing.map(|_| UNDOING_STANDING);
-        let mut send = async |before, sql| {
+        let mut send = async |before, sql, params: &[Param<'_>]| {
             let first = undo_standing.take().unwrap_or_default();
-            let together = self.session.together(lent, before, sql, &params, &hand_over);
+            let together = self.session.together(lent, before, sql, params, &hand_over);
             let first = async {
                 match first {
                     "" => Ok(()),
@@ -188,31 +186,31 @@ impl Shared {
         };
         let mut before = opening_for_work(&bounds, claim.lease);
         for _ in 0..MAX_LOOKS {
-            let rows = send(before, &self.statements.open).await?;
+            let rows = send(before, &self.statements.open, &params.to_look()).await?;
             before = bounding(&bounds);
             let Some(row) = rows.first() else { continue };
             let had: bool = row.try_get("had").map_err(unreadable)?;
             let status: Option<&str> = row.try_get("status").map_err(unreadable)?;
             let seen = status.map(|_| found(row)).transpose()?;
-            let answer =
-                seen.as_ref().map(|seen| claim::on_claim(Some(&seen.seen_by(claim.token))));
+            if let Some(seen) = seen.as_ref().filter(|seen| seen.is_done()) {
+                let done = seen.done(claim.replay);
+                self.done.keep(&claim.key, done, seen.retention_left, as_of);
+            }
+            let answer = seen.map(|seen| claim::on_claim(Some(&seen.seen_by(claim))));
             match (had, answer) {
-                (_, Some(OnClaim::Answer(answer @ ClaimOutcome::Done { status }))) => {
-                    let left = seen.map(|seen| seen.retention_left).unwrap_or_default();
-                    self.done.keep(&claim.key, status, left, as_of);
-                    return Ok(Step::No(answer));
-                }
-                (_, Some(OnClaim::Answer(answer @ ClaimOutcome::InProgress { .. }))) => {
-                    return Ok(Step::No(answer));
-                }
-                (false, _) => return Ok(Step::No(HELD_BY_A_TRANSACTION)),
                 (true, Some(OnClaim::Answer(ClaimOutcome::Claimed { attempt }))) => {
                     return Ok(Step::Claimed { attempt, transaction_id: transaction_id(row)? });
                 }
+                (false, None | Some(OnClaim::Take { .. }))
+                | (false, Some(OnClaim::Answer(ClaimOutcome::Claimed { .. }))) => {
+                    return Ok(Step::No(HELD_BY_A_TRANSACTION));
+                }
+                (_, Some(OnClaim::Answer(answer))) => return Ok(Step::No(answer)),
                 // Committed by a claim of lease mode after the statement had begun.
                 (true, None) => {}
                 (true, Some(OnClaim::Take { .. })) => {
-                    let rows = send(before.clone(), &self.statements.take_open).await?;
+                    let take = &self.statements.take_open;
+                    let rows = send(before.clone(), take, &params.to_take()).await?;
                     if let Some(row) = rows.first() {
                         return Ok(Step::Claimed {
                             attempt: attempt(row)?,
@@ -298,7 +296,7 @@ impl OpenClaim {
         let deadline = Instant::now() + patience;
         let as_of = shared.done.as_of();
 
-        match timeout_at(deadline, self.mark(completion)).await {
+        match timeout_at(deadline, self.mark(&completion)).await {
             Err(_) => return Err(NotCommitted::new(NotCommittedKind::Lost, Cause::Silence)),
             Ok(Ok(rows)) if !rows.is_empty() => {}
             Ok(Ok(_)) => {
@@ -332,20 +330,23 @@ impl OpenClaim {
                 self.look_up(cause, Instant::now() + patience).await?;
             }
         }
-        shared.done.keep(&self.claim.key, completion.status, completion.retention, as_of);
+        let Completion { status, response, retention } = completion;
+        let done = Done { status, fingerprint: self.claim.fingerprint, response: Some(response) };
+        shared.done.keep(&self.claim.key, done, retention, as_of);
         Ok(())
     }
 
     /// Marks the key done, not committed yet. One row, or the claim's transaction is no more.
-    async fn mark(&self, completion: Completion) -> Answers<Vec<Row>> {
+    async fn mark(&self, completion: &Completion) -> Answers<Vec<Row>> {
         let shared = &self.place.shared;
         let Some(lent) = &self.lent else { return Ok(Vec::new()) };
-        let params: [Param<'_>; 6] = [
+        let params: [Param<'_>; 7] = [
             (&self.claim.key.scope().as_str(), Type::TEXT),
             (&self.claim.key.as_str(), Type::TEXT),
             (&&self.claim.token.as_bytes()[..], Type::BYTEA),
             (&response_code(completion.status), Type::INT2),
             (&millis(completion.retention), Type::INT8),
+            (&completion.response.as_deref(), Type::BYTEA),
             (&self.transaction_id, Type::TEXT),
         ];
         let finish = &shared.statements.finish;
@@ -392,13 +393,14 @@ impl OpenClaim {
         let shared = self.place.shared.clone();
         let Some(lent) = self.lent.take() else { return false };
         let deadline = shared.deadline();
-        let params: [Param<'_>; 6] = [
+        let params: [Param<'_>; 7] = [
             (&self.claim.key.scope().as_str(), Type::TEXT),
             (&self.claim.key.as_str(), Type::TEXT),
             (&&self.claim.token.as_bytes()[..], Type::BYTEA),
             (&claim::State::Failed.as_str(), Type::TEXT),
             (&None::<i16>, Type::INT2),
             (&millis(abandoned_retention), Type::INT8),
+            (&None::<&[u8]>, Type::BYTEA),
         ];
         let end = &shared.statements.end;
         let restoring = shared.restoring();
@@ -457,9 +459,18 @@ struct Place {
 }
 
 impl Place {
-    fn take(shared: &Arc<Shared>, key: &EventKey) -> Option<Self> {
-        let taken = shared.at_work().insert(key.clone());
-        taken.then(|| Self { shared: shared.clone(), key: key.clone() })
+    /// Or what the claim is answered.
+    fn take(shared: &Arc<Shared>, claim: &Claim) -> Result<Self, ClaimOutcome> {
+        match shared.at_work().entry(claim.key.clone()) {
+            Entry::Occupied(other) if claim.is_other_payload(*other.get()) => {
+                Err(ClaimOutcome::OtherPayload)
+            }
+            Entry::Occupied(_) => Err(HELD_BY_A_TRANSACTION),
+            Entry::Vacant(place) => {
+                place.insert(claim.fingerprint);
+                Ok(Self { shared: shared.clone(), key: claim.key.clone() })
+            }
+        }
     }
 }
 

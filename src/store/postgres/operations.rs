@@ -2,25 +2,27 @@
 
 use std::{collections::BTreeSet, slice::from_ref, sync::Arc, time::Duration};
 
+use bytes::Bytes;
 use tokio::time::{Instant, sleep};
 use tokio_postgres::{Row, types::Type};
 
 use super::{
     Shared,
+    cache::Done,
     lanes::{self, Lane, Operation},
     session::{Ask, Failure, Param, jitter},
     statements::{Bounds, Commit},
 };
 use crate::{
-    claim::{self, Claim, ClaimOutcome, ClaimToken, EventKey, Held, OnClaim, State},
+    claim::{self, Claim, ClaimOutcome, ClaimToken, EventKey, Held, OnClaim, PayloadHash, State},
     store::{Completion, Record, StoreError, StoreErrorKind},
 };
 
 impl Shared {
     /// One round trip tells what there is; a second one takes what is free.
     pub(super) async fn claim(self: &Arc<Self>, claim: &Claim) -> Result<ClaimOutcome, StoreError> {
-        if let Some(status) = self.done.get(&claim.key) {
-            return Ok(ClaimOutcome::Done { status });
+        if let Some(answer) = self.done.answer(claim) {
+            return Ok(answer);
         }
         let as_of = self.done.as_of();
         let deadline = self.deadline();
@@ -36,17 +38,18 @@ impl Shared {
             };
             // The row that was in the way was committed after the statement began.
             let Some(found) = found else { continue };
-            let row = found.seen_by(claim.token);
+            let row = found.seen_by(claim);
             let (attempt, lease_left) = match claim::on_claim(Some(&row)) {
                 OnClaim::Answer(ClaimOutcome::Claimed { attempt }) => (attempt, row.lease_left),
                 OnClaim::Answer(answer) => {
-                    if let ClaimOutcome::Done { status } = answer {
-                        self.done.keep(&claim.key, status, found.retention_left, as_of);
+                    if found.is_done() {
+                        let done = found.done(claim.replay);
+                        self.done.keep(&claim.key, done, found.retention_left, as_of);
                     }
                     return Ok(answer);
                 }
                 OnClaim::Take { .. } => {
-                    let taken = self.look(claim, &self.statements.take, deadline).await;
+                    let taken = self.take(claim, deadline).await;
                     match taken {
                         Ok(rows) => match rows.first() {
                             Some(row) => (attempt(row)?, time(row, "lease_left")?),
@@ -71,19 +74,26 @@ impl Shared {
             .with_source("the row came and went each time it was looked at"))
     }
 
-    /// Inserts or reads a key, or takes it, as the statement does.
-    async fn look(&self, claim: &Claim, sql: &str, deadline: Instant) -> Result<Vec<Row>, Failure> {
+    /// Inserts or reads a key.
+    async fn look(&self, claim: &Claim, deadline: Instant) -> Result<Vec<Row>, Failure> {
+        let params = ClaimParams::of(claim);
         let ask = Ask {
             attempted: Look::ATTEMPTED,
-            sql,
+            sql: &self.statements.claim,
             bounds: self.bounds_within(claim.lease),
-            params: &[
-                (&claim.key.scope().as_str(), Type::TEXT),
-                (&claim.key.as_str(), Type::TEXT),
-                (&&claim.token.as_bytes()[..], Type::BYTEA),
-                (&millis(claim.lease), Type::INT8),
-                (&millis(claim.retention), Type::INT8),
-            ],
+            params: &params.to_look(),
+        };
+        self.session.ask(&ask, deadline).await
+    }
+
+    /// Takes a key, if it is free.
+    async fn take(&self, claim: &Claim, deadline: Instant) -> Result<Vec<Row>, Failure> {
+        let params = ClaimParams::of(claim);
+        let ask = Ask {
+            attempted: Look::ATTEMPTED,
+            sql: &self.statements.take,
+            bounds: self.bounds_within(claim.lease),
+            params: &params.to_take(),
         };
         self.session.ask(&ask, deadline).await
     }
@@ -95,9 +105,10 @@ impl Shared {
         completion: Completion,
     ) -> Result<Held, StoreError> {
         let as_of = self.done.as_of();
+        let retention = completion.retention;
         let end = End { key: key.clone(), token, state: State::Done, completion };
-        let Some(Ended { status }) = self.end(end).await? else { return Ok(Held::Lost) };
-        self.done.keep(key, status, completion.retention, as_of);
+        let Some(Ended { done }) = self.end(end).await? else { return Ok(Held::Lost) };
+        self.done.keep(key, done, retention, as_of);
         Ok(Held::Yes)
     }
 
@@ -134,22 +145,17 @@ impl Shared {
             return Ok(Vec::new());
         };
         // Sorted, so that two renewals lock in the same order, and each claim once.
-        let mut each: Vec<_> = claims.iter().collect();
+        let mut distinct: Vec<_> = claims.iter().collect();
         let id = |claim: &&Claim| (claim.key.clone(), *claim.token.as_bytes());
-        each.sort_by_cached_key(id);
-        each.dedup_by_key(|claim| id(claim));
+        distinct.sort_by_cached_key(id);
+        distinct.dedup_by_key(|claim| id(claim));
 
-        let scopes: Vec<_> = each.iter().map(|claim| claim.key.scope().as_str()).collect();
-        let keys: Vec<_> = each.iter().map(|claim| claim.key.as_str()).collect();
-        let tokens: Vec<_> = each.iter().map(|claim| &claim.token.as_bytes()[..]).collect();
-        let leases: Vec<_> = each.iter().map(|claim| millis(claim.lease)).collect();
-        let retentions: Vec<_> = each.iter().map(|claim| millis(claim.retention)).collect();
         let params: [Param<'_>; 5] = [
-            (&scopes, Type::TEXT_ARRAY),
-            (&keys, Type::TEXT_ARRAY),
-            (&tokens, Type::BYTEA_ARRAY),
-            (&leases, Type::INT8_ARRAY),
-            (&retentions, Type::INT8_ARRAY),
+            (&each(&distinct, |claim| claim.key.scope().as_str()), Type::TEXT_ARRAY),
+            (&each(&distinct, |claim| claim.key.as_str()), Type::TEXT_ARRAY),
+            (&each(&distinct, |claim| &claim.token.as_bytes()[..]), Type::BYTEA_ARRAY),
+            (&each(&distinct, |claim| millis(claim.lease)), Type::INT8_ARRAY),
+            (&each(&distinct, |claim| millis(claim.retention)), Type::INT8_ARRAY),
         ];
         let ask = Ask {
             attempted: "renew the leases",
@@ -159,7 +165,7 @@ impl Shared {
         };
         let mut held = BTreeSet::new();
         for row in self.session.ask(&ask, deadline).await? {
-            held.extend(each.get(place(&row)?).map(id));
+            held.extend(distinct.get(place(&row)?).map(id));
         }
         Ok(claims
             .iter()
@@ -235,18 +241,85 @@ pub(super) fn bounds(timeout: Duration, commit: Commit) -> Bounds {
     Bounds { lock: LOCK_TIMEOUT.min(timeout / 2), statement: timeout / 10 * 9, commit }
 }
 
+/// What a claim says of itself, as parameters.
+pub(super) struct ClaimParams<'a> {
+    scope: &'a str,
+    key: &'a str,
+    token: &'a [u8],
+    lease: i64,
+    retention: i64,
+    fingerprint: Option<&'a [u8]>,
+    replay: bool,
+}
+
+impl<'a> ClaimParams<'a> {
+    pub(super) fn of(claim: &'a Claim) -> Self {
+        Self {
+            scope: claim.key.scope().as_str(),
+            key: claim.key.as_str(),
+            token: claim.token.as_bytes(),
+            lease: millis(claim.lease),
+            retention: millis(claim.retention),
+            fingerprint: fingerprint_of(claim),
+            replay: claim.replay,
+        }
+    }
+
+    /// Those of the statements that read what is there.
+    pub(super) fn to_look(&self) -> [Param<'_>; 7] {
+        let [scope, key, token, lease, retention, fingerprint] = self.to_take();
+        [scope, key, token, lease, retention, fingerprint, (&self.replay, Type::BOOL)]
+    }
+
+    /// Those of the statements that take a key.
+    pub(super) fn to_take(&self) -> [Param<'_>; 6] {
+        [
+            (&self.scope, Type::TEXT),
+            (&self.key, Type::TEXT),
+            (&self.token, Type::BYTEA),
+            (&self.lease, Type::INT8),
+            (&self.retention, Type::INT8),
+            (&self.fingerprint, Type::BYTEA),
+        ]
+    }
+}
+
+fn fingerprint_of(claim: &Claim) -> Option<&[u8]> {
+    claim.fingerprint.as_ref().map(|hash| &hash.as_bytes()[..])
+}
+
 /// A row as a claim finds it, or has made it.
 #[derive(Clone, Debug)]
 pub(super) struct Found {
     token: Option<ClaimToken>,
+    fingerprint: Option<PayloadHash>,
     row: claim::Row,
     /// Zero for one that it has made.
     pub(super) retention_left: Duration,
 }
 
 impl Found {
-    pub(super) fn seen_by(&self, token: ClaimToken) -> claim::Row {
-        claim::Row { mine: self.token == Some(token), ..self.row }
+    pub(super) fn seen_by(&self, claim: &Claim) -> claim::Row {
+        claim::Row {
+            mine: self.token == Some(claim.token),
+            other_payload: claim.is_other_payload(self.fingerprint),
+            response: self.row.response.clone().filter(|_| claim.replay),
+            ..self.row.clone()
+        }
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.row.state == State::Done && !self.row.expired
+    }
+
+    /// What there is to know of a done key, as a claim has read it that asked for the response or
+    /// did not.
+    pub(super) fn done(&self, replay: bool) -> Done {
+        Done {
+            status: self.row.response_status,
+            fingerprint: self.fingerprint,
+            response: replay.then(|| self.row.response.clone()),
+        }
     }
 }
 
@@ -267,14 +340,18 @@ impl Operation for Look {
         &self.0.key
     }
 
-    /// In progress or done it is for all who ask; taken by one at a time.
-    fn following(&self, found: &Self::Answer) -> Option<Self::Answer> {
-        let row = found.as_ref()?.seen_by(self.0.token);
+    /// In progress or done it is for all who ask; taken by one at a time. The response may not have
+    /// been read.
+    fn following(&self, first: &Self, found: &Self::Answer) -> Option<Self::Answer> {
+        let row = found.as_ref()?.seen_by(&self.0);
+        if row.state == State::Done && self.0.replay && !first.0.replay {
+            return None;
+        }
         matches!(claim::on_claim(Some(&row)), OnClaim::Answer(_)).then(|| found.clone())
     }
 
     async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<Self::Answer, Failure> {
-        let rows = shared.look(&self.0, &shared.statements.claim, deadline).await?;
+        let rows = shared.look(&self.0, deadline).await?;
         Ok(rows.first().map(found).transpose()?)
     }
 
@@ -294,6 +371,8 @@ impl Operation for Look {
                 (&each(many, |look| &look.0.token.as_bytes()[..]), Type::BYTEA_ARRAY),
                 (&each(many, |look| millis(look.0.lease)), Type::INT8_ARRAY),
                 (&each(many, |look| millis(look.0.retention)), Type::INT8_ARRAY),
+                (&each(many, |look| fingerprint_of(&look.0)), Type::BYTEA_ARRAY),
+                (&each(many, |look| look.0.replay), Type::BOOL_ARRAY),
             ],
         };
         let mut answers: Vec<_> = many.iter().map(|_| Ok(None)).collect();
@@ -315,10 +394,10 @@ impl Operation for Look {
     }
 }
 
-/// A claim that has ended, with the status that its row has now.
+/// A claim that has ended, with what its row has now.
 #[derive(Debug)]
 pub(super) struct Ended {
-    status: Option<u16>,
+    done: Done,
 }
 
 /// A claim's end: marks it done, or frees it; nothing, if it is not held.
@@ -333,6 +412,10 @@ pub(super) struct End {
 impl End {
     fn status(&self) -> Option<i16> {
         response_code(self.completion.status)
+    }
+
+    fn response(&self) -> Option<&[u8]> {
+        self.completion.response.as_deref()
     }
 }
 
@@ -350,8 +433,12 @@ impl Operation for End {
     }
 
     /// Another token is another claim, and the same one finds itself.
-    fn following(&self, _: &Self::Answer) -> Option<Self::Answer> {
+    fn following(&self, _: &Self, _: &Self::Answer) -> Option<Self::Answer> {
         None
+    }
+
+    fn weight(&self) -> usize {
+        self.response().map_or(0, <[u8]>::len)
     }
 
     async fn alone(&self, shared: &Shared, deadline: Instant) -> Result<Self::Answer, Failure> {
@@ -366,6 +453,7 @@ impl Operation for End {
                 (&self.state.as_str(), Type::TEXT),
                 (&self.status(), Type::INT2),
                 (&millis(self.completion.retention), Type::INT8),
+                (&self.response(), Type::BYTEA),
             ],
         };
         Ok(shared.session.ask(&ask, deadline).await?.first().map(ended).transpose()?)
@@ -387,6 +475,7 @@ impl Operation for End {
                 (&each(many, |end| end.state.as_str()), Type::TEXT_ARRAY),
                 (&each(many, |end| end.status()), Type::INT2_ARRAY),
                 (&each(many, |end| millis(end.completion.retention)), Type::INT8_ARRAY),
+                (&each(many, |end| end.response()), Type::BYTEA_ARRAY),
             ],
         };
         let mut answers: Vec<_> = many.iter().map(|_| Ok(None)).collect();
@@ -415,20 +504,25 @@ pub(super) fn found(row: &Row) -> Result<Found, StoreError> {
     Ok(Found {
         // Rows of the copied pattern have none.
         token: token.and_then(|token| <[u8; 16]>::try_from(token).ok()).map(ClaimToken::from),
+        fingerprint: fingerprint(row)?,
         row: claim::Row {
             state: state(row)?,
             mine: false,
+            other_payload: false,
             attempt: attempt(row)?,
             lease_left: time(row, "lease_left")?,
             expired: row.try_get("expired").map_err(unreadable)?,
             response_status: response_status(row)?,
+            response: response(row)?,
         },
         retention_left: time(row, "retention_left")?,
     })
 }
 
 fn ended(row: &Row) -> Result<Ended, StoreError> {
-    Ok(Ended { status: response_status(row)? })
+    let (status, fingerprint) = (response_status(row)?, fingerprint(row)?);
+    // Marked done twice, the first response stands, and it may be another one.
+    Ok(Ended { done: Done { status, fingerprint, response: None } })
 }
 
 fn state(row: &Row) -> Result<State, StoreError> {
@@ -450,6 +544,17 @@ fn time(row: &Row, column: &str) -> Result<Duration, StoreError> {
 fn response_status(row: &Row) -> Result<Option<u16>, StoreError> {
     let status: Option<i16> = row.try_get("response_status").map_err(unreadable)?;
     Ok(status.and_then(|status| u16::try_from(status).ok()))
+}
+
+/// One that is not as long as ours is none that could be compared.
+fn fingerprint(row: &Row) -> Result<Option<PayloadHash>, StoreError> {
+    let hash: Option<&[u8]> = row.try_get("fingerprint").map_err(unreadable)?;
+    Ok(hash.and_then(|hash| <[u8; 32]>::try_from(hash).ok()).map(PayloadHash::from))
+}
+
+fn response(row: &Row) -> Result<Option<Bytes>, StoreError> {
+    let response: Option<&[u8]> = row.try_get("response").map_err(unreadable)?;
+    Ok(response.map(Bytes::copy_from_slice))
 }
 
 /// A status as the table keeps it.

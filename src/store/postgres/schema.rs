@@ -47,8 +47,8 @@ impl Table {
 
 /// The migration: one statement, so that it is carried out whole or not at all, and safe to repeat.
 ///
-/// Migration 1 is what stands here; it is never edited after its release. A later one is a further
-/// `IF installed < n` at the end.
+/// A migration is never edited after its release; a later one is a further `IF installed < n` at the
+/// end.
 pub(super) fn migration(table: &Table, adopt_scope: Option<&Scope>) -> String {
     let (name, companion) = (table.quoted(), table.companion());
     let (name_text, companion_text) = (literal(&name), literal(&companion));
@@ -130,6 +130,14 @@ BEGIN
             SET (fillfactor = 90, autovacuum_vacuum_scale_factor = 0.02);
         INSERT INTO {companion} (version) VALUES (1);
     END IF;
+
+    IF installed < 2 THEN
+        -- Rows that have neither are as long as before.
+        ALTER TABLE {name}
+            ADD COLUMN fingerprint bytea,
+            ADD COLUMN response bytea;
+        INSERT INTO {companion} (version) VALUES (2);
+    END IF;
 END
 {TAG};
 ",
@@ -159,7 +167,7 @@ fn adoption(name: &str, name_text: &str, scope: &str) -> String {
             FROM pg_attribute
             WHERE attrelid = to_regclass({name_text}) AND attnum > 0 AND NOT attisdropped
               AND (attname IN ('scope', 'token', 'attempt', 'lease_until', 'done_at', 'expires_at',
-                               'response_status')
+                               'response_status', 'fingerprint', 'response')
                    OR attname NOT IN ('event_key', 'status', 'claimed_at')
                       AND attnotnull AND NOT atthasdef AND attidentity = '');
             IF found IS NOT NULL THEN
@@ -284,7 +292,7 @@ pub(super) fn literal(text: &str) -> String {
 pub(super) const ADOPTED: &str = "adopted";
 
 pub(super) const DEFAULT_NAME: &str = "processed_events";
-const LATEST: u32 = 1;
+const LATEST: u32 = 2;
 const COMPANION: &str = "_migrations";
 /// Postgres cuts longer names, and two that are cut may become one.
 const MAX_IDENTIFIER: usize = 63;

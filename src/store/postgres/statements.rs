@@ -38,74 +38,71 @@ impl Statements {
         Self {
             // Inserts a row for the key, or reads the one that is there.
             //
-            // Parameters: scope, key, token, lease, retention. Rows: the row; none if the one that
-            // stood in the way was not committed when the statement began (its snapshot is older):
-            // look again.
+            // Parameters: scope, key, token, lease, retention, fingerprint or NULL, whether the
+            // response that is stored is wanted. Rows: the row; none if the one that stood in the
+            // way was not committed when the statement began (its snapshot is older): look again.
             // Locks: the new row's. A key that is there is read without a lock and without WAL, but
             // one that an open transaction has inserted is waited for, up to the lock timeout.
             // Index: the primary key.
             claim: format!(
                 "WITH inserted AS (
-                     INSERT INTO {table}
-                         (scope, event_key, status, token, attempt, claimed_at, lease_until, expires_at)
-                     VALUES ($1, $2, 'in_progress', $3, 1, now(),
-                             now() + $4 * {MILLISECOND}, now() + ($4 + $5) * {MILLISECOND})
+                     INSERT INTO {table} ({CLAIMED})
+                     VALUES ($1, $2, 'in_progress', $3, 1, now(), now() + $4 * {MILLISECOND},
+                             now() + ($4 + $5) * {MILLISECOND}, $6)
                      ON CONFLICT (scope, event_key) DO NOTHING
                      RETURNING lease_until
                  )
                  SELECT {new} FROM inserted
                  UNION ALL
                  SELECT {there} FROM {table} AS there WHERE scope = $1 AND event_key = $2",
-                new = new("$3"),
-                there = there(),
+                new = new("$3", "$6"),
+                there = there("$7"),
             ),
             // The same for several keys.
             //
-            // Parameters: arrays of scope, key, token, lease, retention; sorted by key, each key
-            // once. Rows: as `claim`, with the scope and key; those of inserted rows come first and
-            // count, should one of them be there twice. The locks are taken in the order of the
-            // keys. What is there is read only if something was not
-            // inserted.
+            // Parameters: arrays of the same; sorted by key, each key once. Rows: as `claim`, with
+            // the scope and key; those of inserted rows come first and count, should one of them be
+            // there twice. The locks are taken in the order of the keys. What is there is read only
+            // if something was not inserted.
             claim_many: format!(
                 "WITH inserted AS (
-                     INSERT INTO {table}
-                         (scope, event_key, status, token, attempt, claimed_at, lease_until, expires_at)
+                     INSERT INTO {table} ({CLAIMED})
                      SELECT scope, event_key, 'in_progress', token, 1, now(),
                             now() + lease * {MILLISECOND},
-                            now() + (lease + retention) * {MILLISECOND}
-                     FROM unnest($1, $2, $3, $4, $5)
-                         AS asked(scope, event_key, token, lease, retention)
+                            now() + (lease + retention) * {MILLISECOND}, fingerprint
+                     FROM unnest($1, $2, $3, $4, $5, $6)
+                         AS asked(scope, event_key, token, lease, retention, fingerprint)
                      ON CONFLICT (scope, event_key) DO NOTHING
-                     RETURNING scope, event_key, token, lease_until
+                     RETURNING scope, event_key, token, lease_until, fingerprint
                  )
                  SELECT scope::text AS scope, event_key::text AS event_key, {new} FROM inserted
                  UNION ALL
                  SELECT there.scope::text, there.event_key::text, {there}
-                 FROM unnest($1, $2) AS asked(scope, event_key)
+                 FROM unnest($1, $2, $7) AS asked(scope, event_key, replay)
                       JOIN {table} AS there USING (scope, event_key)
                  WHERE (SELECT count(*) FROM inserted) < cardinality($1)",
-                new = new("token"),
-                there = there(),
+                new = new("token", "fingerprint"),
+                there = there("asked.replay"),
             ),
             // Takes a key that is free: failed, its lease over, or its retention over.
             //
-            // Parameters: as `claim`. Rows: attempt and what is left of the lease; none if the key
-            // is not free (any more): look again. Locks: the row's, waited for up to the lock
+            // Parameters: as `claim`, without the last. Rows: attempt and what is left of the lease;
+            // none if the key is not free (any more): look again. Locks: the row's, waited for up to the lock
             // timeout; after the wait the condition is looked at again. Index: the primary key.
             take: take(&table, ""),
             // Ends a claim: marks it done, or frees it. A done mark that is asked for again finds
             // itself and stays as it is.
             //
-            // Parameters: scope, key, token, state, response status, retention. Rows: the response
-            // status that is in the row now, or none
-            // if the token holds the key no longer. Locks: the row's. Index: the primary key; no
-            // index has a column that changes, so the update is HOT.
+            // Parameters: scope, key, token, state, response status, retention, response or NULL.
+            // Rows: the response status and the fingerprint that are in the row now, or none if the
+            // token holds the key no longer. Locks: the row's. Index: the primary key; no index has
+            // a column that changes, so the update is HOT, where the page has room for the response.
             end: format!(
                 "UPDATE {table} AS held
                  SET {ended}
                  WHERE held.scope = $1 AND held.event_key = $2 AND {holds}
-                 RETURNING held.response_status::int2 AS response_status",
-                ended = ended("$4", "$5", "$6"),
+                 RETURNING {KEPT_IN_MIND}",
+                ended = ended("$4", "$5", "$6", "$7"),
                 holds = holds_or_is_done("$3", "$4"),
             ),
             // The same for several keys.
@@ -115,11 +112,17 @@ impl Statements {
             end_many: format!(
                 "UPDATE {table} AS held
                  SET {ended}
-                 FROM unnest($1, $2, $3, $4, $5, $6) WITH ORDINALITY
-                     AS ended(scope, event_key, token, state, response_status, retention, place)
+                 FROM unnest($1, $2, $3, $4, $5, $6, $7) WITH ORDINALITY
+                     AS ended(scope, event_key, token, state, response_status, retention, response,
+                              place)
                  WHERE held.scope = ended.scope AND held.event_key = ended.event_key AND {holds}
-                 RETURNING ended.place, held.response_status::int2 AS response_status",
-                ended = ended("ended.state", "ended.response_status", "ended.retention"),
+                 RETURNING ended.place, {KEPT_IN_MIND}",
+                ended = ended(
+                    "ended.state",
+                    "ended.response_status",
+                    "ended.retention",
+                    "ended.response",
+                ),
                 holds = holds_or_is_done("ended.token", "ended.state"),
             ),
             // Moves leases on.
@@ -186,10 +189,9 @@ impl Statements {
                      SELECT pg_try_advisory_xact_lock(hashtextextended(
                          $1 || chr(10) || $2, {table_text}::regclass::oid::int8)) AS had
                  ), inserted AS (
-                     INSERT INTO {table}
-                         (scope, event_key, status, token, attempt, claimed_at, lease_until, expires_at)
-                     SELECT $1, $2, 'in_progress', $3, 1, now(),
-                            now() + $4 * {MILLISECOND}, now() + ($4 + $5) * {MILLISECOND}
+                     INSERT INTO {table} ({CLAIMED})
+                     SELECT $1, $2, 'in_progress', $3, 1, now(), now() + $4 * {MILLISECOND},
+                            now() + ($4 + $5) * {MILLISECOND}, $6
                      FROM key_lock WHERE had
                      ON CONFLICT (scope, event_key) DO NOTHING
                      RETURNING lease_until
@@ -202,24 +204,25 @@ impl Statements {
                  SELECT key_lock.had, seen.*, pg_current_xact_id_if_assigned()::text AS transaction_id
                  FROM key_lock LEFT JOIN seen ON true",
                 table_text = literal(&table),
-                new = new("$3"),
-                there = there(),
+                new = new("$3", "$6"),
+                there = there("$7"),
             ),
             // `take`, in the transaction that has the key's lock, with its id.
             take_open: take(&table, ", pg_current_xact_id_if_assigned()::text AS transaction_id"),
             // Marks a key done in the very transaction that has claimed it.
             //
-            // Parameters: scope, key, token, response status, retention, the transaction's id. Rows:
-            // one, or none if this is another transaction: the work has ended the claim's own.
+            // Parameters: scope, key, token, response status, retention, response or NULL, the
+            // transaction's id. Rows: one, or none if this is another transaction: the work has
+            // ended the claim's own.
             // Locks: the row's, which is held already. Index: the primary key; HOT, as `end`.
             finish: format!(
                 "UPDATE {table} AS held
                  SET {ended}
                  WHERE held.scope = $1 AND held.event_key = $2 AND held.token = $3
                    AND held.status = 'in_progress'
-                   AND pg_current_xact_id_if_assigned()::text = $6
+                   AND pg_current_xact_id_if_assigned()::text = $7
                  RETURNING true",
-                ended = ended("'done'", "$4", "$5"),
+                ended = ended("'done'", "$4", "$5", "$6"),
             ),
             // Looks whether a transaction was committed whose COMMIT was not answered.
             //
@@ -346,16 +349,17 @@ pub(super) fn releasing(savepoint: u32) -> String {
 
 /// Takes a key that is free: failed, its lease over, or its retention over.
 ///
-/// Parameters: as `claim`. Rows: attempt and what is left of the lease; none if the key is not free
-/// (any more): look again. Locks: the row's, waited for up to the lock timeout; after the wait the
-/// condition is looked at again. Index: the primary key.
+/// Parameters: as `claim`, without the last. Rows: attempt and what is left of the lease; none if the
+/// key is not free (any more): look again. Locks: the row's, waited for up to the lock timeout; after
+/// the wait the condition is looked at again. Index: the primary key.
 fn take(table: &str, and: &str) -> String {
     format!(
         "UPDATE {table}
                  SET status = 'in_progress', token = $3,
                      attempt = CASE WHEN expires_at <= now() THEN 1 ELSE attempt + 1 END,
                      claimed_at = now(), lease_until = now() + $4 * {MILLISECOND}, done_at = NULL,
-                     expires_at = now() + ($4 + $5) * {MILLISECOND}, response_status = NULL
+                     expires_at = now() + ($4 + $5) * {MILLISECOND}, response_status = NULL,
+                     fingerprint = $6, response = NULL
                  WHERE scope = $1 AND event_key = $2
                    AND (expires_at <= now() OR status = 'failed'
                         OR (status = 'in_progress' AND lease_until <= now()))
@@ -365,32 +369,38 @@ fn take(table: &str, and: &str) -> String {
 }
 
 /// A row that a claim has inserted, as it is read.
-fn new(token: &str) -> String {
+fn new(token: &str, fingerprint: &str) -> String {
     format!(
         "'in_progress' AS status, {token} AS token, 1 AS attempt, {lease_left} AS lease_left,
-                        false AS expired, 0::float8 AS retention_left, NULL::int2 AS response_status",
+                        false AS expired, 0::float8 AS retention_left, NULL::int2 AS response_status,
+                        {fingerprint} AS fingerprint, NULL::bytea AS response",
         lease_left = left("lease_until"),
     )
 }
 
-/// A row that a claim has found, the same columns.
-fn there() -> String {
+/// A row that a claim has found, the same columns. A response that is not wanted is not read: it may
+/// be long, and stand elsewhere.
+fn there(wants_response: &str) -> String {
     format!(
         "there.status::text, there.token::bytea, there.attempt::int4, {lease_left},
-                        there.expires_at <= now(), {retention_left}, there.response_status::int2",
+                        there.expires_at <= now(), {retention_left}, there.response_status::int2,
+                        there.fingerprint::bytea,
+                        CASE WHEN {wants_response} THEN there.response::bytea END",
         lease_left = left("there.lease_until"),
         retention_left = left("there.expires_at"),
     )
 }
 
 /// What becomes of a row that ends; nothing, if it is done already.
-fn ended(state: &str, response_status: &str, retention: &str) -> String {
+fn ended(state: &str, response_status: &str, retention: &str, response: &str) -> String {
     format!(
         "status = {state},
                      done_at = CASE WHEN held.status = 'done' THEN held.done_at
                                     WHEN {state} = 'done' THEN now() END,
                      response_status = CASE held.status WHEN 'done' THEN held.response_status
                                        ELSE {response_status} END,
+                     response = CASE held.status WHEN 'done' THEN held.response
+                                ELSE {response} END,
                      expires_at = CASE held.status WHEN 'done' THEN held.expires_at
                                   ELSE now() + {retention} * {MILLISECOND} END"
     )
@@ -415,6 +425,12 @@ fn milliseconds(bound: Duration) -> u128 {
     bound.as_millis().clamp(1, i32::MAX as u128)
 }
 
+/// The columns that a claim fills.
+const CLAIMED: &str = "scope, event_key, status, token, attempt, claimed_at, lease_until, expires_at, \
+                       fingerprint";
+/// What of a row that has ended this process keeps in mind.
+const KEPT_IN_MIND: &str =
+    "held.response_status::int2 AS response_status, held.fingerprint::bytea AS fingerprint";
 /// What the session's own bounds are kept under while the claim has others.
 const KEPT: &str = "tower_dedupe";
 const MILLISECOND: &str = "interval '1 millisecond'";
