@@ -94,6 +94,7 @@ pub(super) enum Problem {
     TwiceNamed { name: String },
     TwoValues,
     NotUtf8,
+    NoIdempotencyKey,
     Refused(String),
     Text(TextError),
 }
@@ -117,6 +118,7 @@ impl Problem {
             | Self::TwiceNamed { .. }
             | Self::TwoValues
             | Self::NotUtf8
+            | Self::NoIdempotencyKey
             | Self::Refused(_)
             | Self::Text(_) => false,
         }
@@ -149,6 +151,12 @@ impl fmt::Display for Problem {
             }
             Self::TwoValues => return f.write_str("is there more than once, with two values"),
             Self::NotUtf8 => return f.write_str("is not UTF-8"),
+            Self::NoIdempotencyKey => {
+                return f.write_str(
+                    "is malformed; send one quoted string such as \"8e03978e\", or bare, visible \
+                     ASCII characters without `\"`, `,`, `;` and `\\`",
+                );
+            }
             Self::Refused(message) => return write!(f, "gave no key: {message}"),
             Self::Text(error) => return error.fmt(f),
             Self::Boolean => "a boolean",

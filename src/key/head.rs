@@ -28,7 +28,7 @@ pub(super) fn query(name: &str, query: Option<&str>) -> Result<String, Problem> 
 
 /// What all agree on. A source that says two things says nothing that is safe to use: the sender
 /// or something on the way is confused, and the next attempt may have them in another order.
-fn one<T: PartialEq>(mut values: impl Iterator<Item = T>) -> Result<T, Problem> {
+pub(super) fn one<T: PartialEq>(mut values: impl Iterator<Item = T>) -> Result<T, Problem> {
     let first = values.next().ok_or(Problem::Absent)?;
     if values.all(|value| value == first) { Ok(first) } else { Err(Problem::TwoValues) }
 }
@@ -38,7 +38,7 @@ fn text(value: Vec<u8>) -> Result<String, Problem> {
 }
 
 /// Without spaces and tabs, the white space of RFC 9110, at either end.
-fn trim(mut value: &[u8]) -> &[u8] {
+pub(super) fn trim(mut value: &[u8]) -> &[u8] {
     while let [b' ' | b'\t', rest @ ..] | [rest @ .., b' ' | b'\t'] = value {
         value = rest;
     }

@@ -10,6 +10,7 @@
 //! | `header:x-github-delivery` | [`KeySource::header`] | the header's value, trimmed |
 //! | `json:$.data.id` | [`KeySource::json`] | one string or integer in the body |
 //! | `query:event` | [`KeySource::query`] | a parameter of the request's query, decoded |
+//! | `idempotency-key` | [`KeySource::idempotency_key`] | the string in that header, quoted or bare |
 //! | `header:ce-source + header:ce-id` | [`KeySource::and`] | both, joined unambiguously |
 //! | `header:webhook-id \| json:$.id` | [`KeySource::or`] | the first that is there |
 //! | – | [`KeySource::from_fn`] | what a function makes of the request's head |
@@ -28,7 +29,8 @@
 //!
 //! `+` binds tighter than `|`, and parentheses group. Both operators are legal characters of a
 //! header name, so they stand between white space (spaces, tabs, line breaks). Names of query
-//! parameters are percent-encoded: `query:event%20id` (a plus stands for itself).
+//! parameters are percent-encoded: `query:event%20id` (a plus stands for itself). `idempotency-key` is
+//! one word, in small letters.
 //!
 //! # JSON paths
 //!
@@ -44,12 +46,14 @@
 //! | a boolean, a fraction (`1.0` and `1e3` too), an object, an array | [`NoKey::Invalid`] |
 //! | a name twice in one object on the way of the path; a header or parameter twice with different values | [`NoKey::Invalid`] |
 //! | a text that is no UTF-8 (or half a surrogate pair), has a control character, or is longer than [`MAX_KEY_BYTES`] | [`NoKey::Invalid`] |
+//! | an `idempotency-key` that is neither a string of RFC 8941 nor bare | [`NoKey::Invalid`] |
 //! | anything else | the key |
 //!
 //! [RFC 9535]: https://www.rfc-editor.org/rfc/rfc9535
 
 mod fault;
 mod head;
+mod idempotency;
 mod json;
 mod path;
 mod text;
@@ -96,6 +100,7 @@ enum Node {
     Header(HeaderName),
     Json(Path),
     Query(String),
+    IdempotencyKey,
     Head(Box<HeadFn>),
     Body(Box<BodyFn>),
     All(Vec<KeySource>),
@@ -153,6 +158,37 @@ impl KeySource {
             "" => Err(KeySourceError::EmptyQueryName),
             name => Ok(Self::of(Node::Query(name.to_owned()))),
         }
+    }
+
+    /// The key is the string in the header `Idempotency-Key`, quoted or bare.
+    ///
+    /// The [draft] of the IETF has it as a string of RFC 8941: `"8e03978e"`, of printable ASCII
+    /// characters, where `\"` and `\\` are the only escapes. Many clients send it bare: `8e03978e`,
+    /// of visible ASCII characters without `"`, `,`, `;` and `\`. Both are one key. In contrast,
+    /// `header:idempotency-key` would keep the quotes, and make two of them.
+    ///
+    /// Spaces and tabs around the value are cut; those inside the quotes are kept. Parameters after
+    /// a quoted string (`;a=1`) are read over, and their names and values are checked only as far
+    /// as it takes to see where they end. An empty string is a missing key. A header that comes
+    /// twice with one key is fine; two keys, and lists, are invalid. The body is not needed.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tower_dedupe::KeySource;
+    ///
+    /// let source = KeySource::idempotency_key();
+    /// for value in [r#""8e03978e""#, "8e03978e"] {
+    ///     let request = http::Request::post("/").header("idempotency-key", value);
+    ///     let (parts, ()) = request.body(())?.into_parts();
+    ///     assert_eq!(source.find(&parts, b"")?, "8e03978e");
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// [draft]: https://datatracker.ietf.org/doc/html/draft-ietf-httpapi-idempotency-key-header
+    pub fn idempotency_key() -> Self {
+        Self::of(Node::IdempotencyKey)
     }
 
     /// The key is what a function makes of the request's head. The body is not needed.
@@ -239,7 +275,7 @@ impl KeySource {
     /// Whether the key, or a part of it, may be in the body, so that the body must be read first.
     pub fn needs_body(&self) -> bool {
         match &*self.0 {
-            Node::Header(_) | Node::Query(_) | Node::Head(_) => false,
+            Node::Header(_) | Node::Query(_) | Node::IdempotencyKey | Node::Head(_) => false,
             Node::Json(_) | Node::Body(_) => true,
             Node::All(sources) | Node::Any(sources) => sources.iter().any(Self::needs_body),
         }
@@ -265,7 +301,7 @@ impl KeySource {
         match &*self.0 {
             Node::Header(name) => Volatile::of_header(self, name.as_str()),
             Node::Json(path) => Volatile::of_path(self, path),
-            Node::Query(_) | Node::Head(_) | Node::Body(_) => None,
+            Node::Query(_) | Node::IdempotencyKey | Node::Head(_) | Node::Body(_) => None,
             Node::All(sources) | Node::Any(sources) => sources.iter().find_map(Self::volatile),
         }
     }
@@ -289,6 +325,7 @@ impl KeySource {
             Node::Header(name) => head::header(name, &parts.headers),
             Node::Json(path) => json::find(path, body),
             Node::Query(name) => head::query(name, parts.uri.query()),
+            Node::IdempotencyKey => idempotency::find(&parts.headers),
             Node::Head(f) => given(f(parts)),
             Node::Body(f) => given(f(parts, body)),
             Node::All(sources) => find_all(sources, parts, body)?,

@@ -33,11 +33,14 @@ fn invalid(found: Result<String, NoKey>, says: &str) {
 #[test]
 fn each_missing_key_says_which_source_and_why() {
     let none = request("/", &[]);
-    let empty = request("/?event=&x=1", &[("x-id", b" "), ("x-id", b"")]);
+    let empty =
+        request("/?event=&x=1", &[("x-id", b" "), ("x-id", b""), ("idempotency-key", b"\"\"")]);
     for (source, parts, body, says) in [
         ("header:x-id", &none, "", "`header:x-id` is absent"),
         ("header:x-id", &empty, "", "`header:x-id` is empty"),
         ("query:event", &none, "", "`query:event` is absent"),
+        ("idempotency-key", &none, "", "`idempotency-key` is absent"),
+        ("idempotency-key", &empty, "", "`idempotency-key` is empty"),
         ("query:event", &empty, "", "`query:event` is empty"),
         ("json:$.id", &none, "", "`json:$.id` finds nothing: the body is empty"),
         ("json:$.id", &none, " \n", "`json:$.id` finds nothing: the body is empty"),
@@ -87,6 +90,7 @@ fn each_invalid_key_says_which_source_and_why() {
             ("two", b"b"),
             ("latin", b"caf\xe9"),
             ("tab", b"a\tb"),
+            ("idempotency-key", b"\"a"),
             ("long", long.as_bytes()),
             ("half", "k".repeat(256).as_bytes()),
         ],
@@ -155,6 +159,14 @@ fn each_invalid_key_says_which_source_and_why() {
             "",
             "`header:half + header:half` is 513 bytes long, the limit is 512".to_owned(),
         ),
+        (
+            "idempotency-key",
+            &odd,
+            "",
+            "`idempotency-key` is malformed; send one quoted string such as \"8e03978e\", or bare, visible \
+             ASCII characters without `\"`, `,`, `;` and `\\`"
+                .to_owned(),
+        ),
         // An invalid half outweighs a missing one, in either order.
         ("header:none + query:latin", &odd, "", "`query:latin` is not UTF-8".to_owned()),
         ("query:latin + header:none", &odd, "", "`query:latin` is not UTF-8".to_owned()),
@@ -172,13 +184,16 @@ fn each_invalid_key_says_which_source_and_why() {
 
 #[test]
 fn a_key_is_found_in_each_place() {
-    let parts = request("/hook?event=e%201", &[("X-Id", b" 7\t")]);
+    let parts = request("/hook?event=e%201", &[("X-Id", b" 7\t"), ("Idempotency-Key", b"\"a+b\"")]);
     for (source, key) in [
         ("header:x-id", "7"),
         ("query:event", "e 1"),
         ("json:$.id", "1"),
         ("header:x-id + query:event + json:$.id", "7+e 1+1"),
         ("header:none | json:$.none | query:event", "e 1"),
+        ("idempotency-key", "a+b"),
+        ("header:none | idempotency-key", "a+b"),
+        ("idempotency-key + json:$.id", r"a\+b+1"),
         ("header:x-id | json:$.id", "7"),
         ("header:none + header:x-id | json:$.id", "1"),
         ("(header:none | header:x-id) + json:$.id", "7+1"),
@@ -230,6 +245,8 @@ fn the_body_is_asked_for_only_where_a_key_may_be_in_it() {
         ("query:a", false),
         ("json:$", true),
         ("header:a + query:b", false),
+        ("idempotency-key", false),
+        ("idempotency-key | json:$", true),
         ("header:a + json:$", true),
         ("header:a | header:b + json:$", true),
     ] {
@@ -252,9 +269,23 @@ fn functions_are_shown_and_not_read() {
 fn no_message_repeats_what_was_sent() {
     let parts = request(
         "/?id=hunter2%00&two=hunter2&two=hunter3&bad=hunter2%FF",
-        &[("id", b"hunter2\t1"), ("two", b"hunter2"), ("two", b"hunter3"), ("bad", b"hunter2\xff")],
+        &[
+            ("id", b"hunter2\t1"),
+            ("two", b"hunter2"),
+            ("two", b"hunter3"),
+            ("bad", b"hunter2\xff"),
+            ("idempotency-key", b"\"hunter2"),
+        ],
     );
-    for source in ["header:id", "header:two", "header:bad", "query:id", "query:two", "query:bad"] {
+    for source in [
+        "header:id",
+        "header:two",
+        "header:bad",
+        "query:id",
+        "query:two",
+        "query:bad",
+        "idempotency-key",
+    ] {
         let no_key = find(source, &parts, "").unwrap_err();
         assert!(!format!("{no_key} {no_key:?}").contains("hunter"), "{no_key:?}");
     }

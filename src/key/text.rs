@@ -8,6 +8,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_perc
 use super::{
     KeySource, KeySourceError, Node,
     fault::{Flaw, HEADER_NAME},
+    idempotency,
     path::{Path, is_blank},
 };
 
@@ -19,6 +20,7 @@ impl fmt::Display for KeySource {
             Node::Header(name) => write!(f, "header:{name}"),
             Node::Json(path) => write!(f, "json:{path}"),
             Node::Query(name) => write!(f, "query:{}", utf8_percent_encode(name, ENCODED)),
+            Node::IdempotencyKey => f.write_str(idempotency::NAME),
             Node::Head(_) | Node::Body(_) => f.write_str("fn"),
             Node::All(sources) => joined(f, sources, " + "),
             Node::Any(sources) => joined(f, sources, " | "),
@@ -117,8 +119,14 @@ impl<'a> Parser<'a> {
             self.query()
         } else {
             match self.word() {
+                idempotency::NAME => Ok(KeySource::idempotency_key()),
                 "fn" => Err(Flaw::new(begin, "`fn` stands for a function, which has no text form")),
-                _ => Err(Flaw::new(begin, SOURCE)),
+                word => match word.strip_prefix(idempotency::NAME) {
+                    Some(rest) if rest.starts_with(['+', '|']) => {
+                        Err(Flaw::new(begin + idempotency::NAME.len(), SPACED))
+                    }
+                    _ => Err(Flaw::new(begin, SOURCE)),
+                },
             }
         }
     }
@@ -224,7 +232,7 @@ const ENCODED: &AsciiSet =
 const MAX_DEPTH: usize = 32;
 
 const SOURCE: &str = "a source begins with `header:`, `json:` or `query:`, as in \
-                      `header:x-event-id`, `json:$.id` or `query:event`";
+                      `header:x-event-id`, `json:$.id` or `query:event`, or is `idempotency-key`";
 const SPACED: &str = "`+` and `|` stand between white space, as in `header:a + header:b`";
 
 #[cfg(test)]
@@ -249,6 +257,10 @@ mod tests {
             "json:$['a + b | (c)']",
             "query:event",
             "query:event%20id",
+            "idempotency-key",
+            "idempotency-key + header:a | header:b",
+            "(header:a | idempotency-key) + json:$.b",
+            "header:idempotency-key",
             "header:ce-source + header:ce-id",
             "header:webhook-id | json:$.id",
             "header:a + header:b | header:c + header:d",
@@ -275,6 +287,8 @@ mod tests {
             ("query:a[id]", "query:a[id]"),
             ("(query:a)", "query:a"),
             ("(json:$)", "json:$"),
+            (" (idempotency-key)", "idempotency-key"),
+            ("idempotency-key\n| idempotency-key", "idempotency-key | idempotency-key"),
         ] {
             match same {
                 "" => assert!(text.parse::<KeySource>().is_err(), "{text}"),
@@ -293,6 +307,15 @@ mod tests {
             ("Header:a", 1, "begins with `header:`"),
             ("fn", 1, "no text form"),
             ("header:a | fn", 12, "no text form"),
+            ("cookie:a", 1, "or is `idempotency-key`"),
+            ("Idempotency-Key", 1, "or is `idempotency-key`"),
+            ("idempotency-keys", 1, "or is `idempotency-key`"),
+            ("idempotency-key:a", 1, "or is `idempotency-key`"),
+            ("idempotency-key|header:a", 16, "white space"),
+            ("header:a + idempotency-key+header:b", 27, "white space"),
+            ("idempotency-key +header:a", 17, "white space"),
+            ("idempotency-key header:a", 17, "stands between two"),
+            ("idempotency-key(header:a)", 16, "stands between two"),
             ("header:", 8, "followed by the name"),
             ("header: a", 8, "followed by the name"),
             ("header:a b", 10, "stands between two"),
@@ -377,6 +400,7 @@ mod tests {
             (Node::Header(a), Node::Header(b)) => a == b,
             (Node::Json(a), Node::Json(b)) => a == b,
             (Node::Query(a), Node::Query(b)) => a == b,
+            (Node::IdempotencyKey, Node::IdempotencyKey) => true,
             (Node::All(a), Node::All(b)) | (Node::Any(a), Node::Any(b)) => {
                 a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
             }
@@ -394,6 +418,7 @@ mod tests {
             prop_oneof![".{1,9}", "[ +|()%&=\\n:]{1,9}"]
                 .prop_filter("named", |name| !name.is_empty())
                 .prop_map(|name| KeySource::query(name).unwrap()),
+            Just(KeySource::idempotency_key()),
         ];
         one.prop_recursive(5, 24, 2, |source| {
             (source.clone(), source, any::<bool>())
@@ -414,7 +439,7 @@ mod tests {
 
         #[test]
         fn no_text_makes_the_parser_panic(
-            text in "(header:|json:\\$|query:|[()+| .%a*\\[\\]'é-]){0,12}|.*",
+            text in "(header:|json:\\$|query:|idempotency-key|[()+| .%a*\\[\\]'é-]){0,12}|.*",
         ) {
             if let Ok(source) = text.parse::<KeySource>() {
                 prop_assert!(source.to_string().parse::<KeySource>().is_ok());

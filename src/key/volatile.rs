@@ -240,6 +240,7 @@ mod tests {
             "header:x-shopify-hmac-sha256",
             "header:x-amz-sns-message-id",
             "header:idempotency-key",
+            "idempotency-key",
             "header:x-correlation-id",
             "header:ce-source + header:ce-id",
             "json:$.id",
