@@ -100,6 +100,64 @@ impl<St: ClaimStore> DedupeLayer<St> {
         Self { dedupe, config: Config::new(source), transactions: None }
     }
 
+    /// A layer for APIs whose clients send an `Idempotency-Key`, as the IETF draft
+    /// [`draft-ietf-httpapi-idempotency-key-header`] has it. A client that has heard nothing sends its
+    /// request again with the same key, and gets the first answer.
+    ///
+    /// What it sets, each to be changed by its setter:
+    ///
+    /// | | |
+    /// |---|---|
+    /// | key | [`KeySource::idempotency_key`]: a string in quotes, or bare |
+    /// | methods | POST and PATCH; the others pass through untouched ([`methods`](Self::methods)) |
+    /// | scope | method and path, always; [`scope`](Self::scope) and [`scope_with`](Self::scope_with) add to them |
+    /// | no key, or none that can be read | 400 ([`missing_key`](Self::missing_key)) |
+    /// | the first request is under way | 409 + `Retry-After` ([`in_progress`](Self::in_progress)) |
+    /// | the same key with another payload | 422; the payload is the body ([`fingerprint`](Self::fingerprint)) |
+    /// | the first request is done | its response again ([`Duplicate::Replay`]) |
+    /// | what is done | 2xx; other answers free the key, and the next request runs ([`remember`](Self::remember), [`success`](Self::success)) |
+    ///
+    /// Its errors name the draft as their documentation, in `Link` and as the problem's type;
+    /// [`documentation`](Self::documentation) takes the address of your own.
+    ///
+    /// **Say who the client is**, by [`scope_with`](Self::scope_with) and from what was verified: keys
+    /// are chosen by clients, and whoever sends the key and the payload of another client is given that
+    /// client's response. **Choose a [`retention`](Self::retention)** and tell your clients: after it a
+    /// key is new. The default of 30 days also keeps the responses as long.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use axum::{Router, routing::post};
+    /// use tower_dedupe::{DedupeLayer, MemoryStore};
+    ///
+    /// let layer = DedupeLayer::idempotency_key(MemoryStore::new())
+    ///     .scope_with(|request| match request.extensions.get::<AccountId>() {
+    ///         Some(AccountId(id)) => id.to_string(),
+    ///         None => "nobody".to_owned(),
+    ///     })
+    ///     .retention(Duration::from_secs(24 * 60 * 60));
+    /// let app: Router = Router::new().route("/payments", post(|| async { "paid" })).layer(layer);
+    ///
+    /// /// Put into the request's extensions by what verifies the caller.
+    /// #[derive(Clone)]
+    /// struct AccountId(u64);
+    /// ```
+    ///
+    /// [`draft-ietf-httpapi-idempotency-key-header`]: https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/
+    pub fn idempotency_key(store: St) -> Self {
+        let mut layer = Self::new(store, KeySource::idempotency_key())
+            .methods([Method::POST, Method::PATCH])
+            .missing_key(MissingKey::Reject)
+            .in_progress(InProgress::Conflict)
+            .duplicate(Duplicate::Replay)
+            .fingerprint(Fingerprint::Body)
+            .documentation(DRAFT);
+        layer.config.by_route = true;
+        layer
+    }
+
     /// The scope of this layer's keys, 1 to 255 bytes without control characters. Default: the path
     /// of the request.
     ///
@@ -209,7 +267,8 @@ impl<St: ClaimStore> DedupeLayer<St> {
 
     /// The address of the text that tells clients how keys are used, `http` or `https`. Answers of a
     /// missing or unreadable key, of one that is in progress and of another payload name it: in `Link`
-    /// (`rel="describedby"`) and as the problem's `type`. Default: none.
+    /// (`rel="describedby"`) and as the problem's `type`. Default: none, but for
+    /// [`idempotency_key`](Self::idempotency_key).
     #[must_use]
     pub fn documentation(mut self, address: impl AsRef<str>) -> Self {
         self.config.documentation = Some(Documentation::new(address.as_ref()));
@@ -578,6 +637,7 @@ fn whole_path(parts: &request::Parts) -> &str {
     parts.uri.path()
 }
 
+const DRAFT: &str = "https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/";
 const DEFAULT_MAX_BODY: usize = 2 * 1024 * 1024;
 const DEFAULT_BODY_TIMEOUT: Duration = Duration::from_secs(30);
 const MAX_WAIT: Duration = Duration::from_secs(60 * 60);
