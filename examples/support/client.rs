@@ -39,7 +39,18 @@ pub async fn try_post(
     headers: &[(&str, &str)],
     body: impl Into<Bytes>,
 ) -> io::Result<Answer> {
-    bounded(send(to, "POST", path, headers, body)).await
+    try_request(to, "POST", path, headers, body).await
+}
+
+/// The same with another method.
+pub async fn try_request(
+    to: SocketAddr,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: impl Into<Bytes>,
+) -> io::Result<Answer> {
+    bounded(send(to, method, path, headers, body)).await
 }
 
 /// Reads a resource.

@@ -12,6 +12,7 @@
 mod cache;
 mod deduplicator;
 mod hosts;
+mod idempotency;
 mod killer;
 mod lanes;
 mod layer;
@@ -23,6 +24,7 @@ mod plans;
 mod postgres_store;
 mod promises;
 mod quickstart;
+mod replay;
 mod store_conformance;
 mod support;
 mod tidy;

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use axum::Router;
 use tokio::net::TcpListener;
 
-pub use super::client::{Answer, get, post, post_and_hang_up, try_post};
+pub use super::client::{Answer, get, post, post_and_hang_up, try_post, try_request};
 
 /// Serves on a free port until the test ends.
 pub async fn serve(app: Router) -> SocketAddr {
