@@ -1,6 +1,6 @@
 //! What is counted, where the feature `metrics` is on.
 
-use crate::key::KeySource;
+use crate::key::{KeyFinding, KeySource};
 
 /// A key came with another payload.
 pub(super) fn payload_conflict(source: &KeySource) {
@@ -9,4 +9,17 @@ pub(super) fn payload_conflict(source: &KeySource) {
         .increment(1);
     #[cfg(not(feature = "metrics"))]
     let _ = source;
+}
+
+/// The key source looks like a mistake.
+pub(super) fn key_finding(finding: &KeyFinding) {
+    #[cfg(feature = "metrics")]
+    metrics::counter!(
+        "tower_dedupe_key_findings_total",
+        "source" => finding.source().to_owned(),
+        "mistake" => finding.mistake().as_str(),
+    )
+    .increment(1);
+    #[cfg(not(feature = "metrics"))]
+    let _ = finding;
 }

@@ -9,7 +9,7 @@ use super::{
     answer::{Documentation, Refusal},
     body::DedupeBody,
     classify::Success,
-    decode,
+    count, decode,
     fingerprint::Fingerprint,
     policy::{Duplicate, InProgress, MissingKey, StoreDown},
     replay::Replay,
@@ -18,7 +18,7 @@ use super::{
 use crate::{
     claim::{EventKey, Scope, TextError},
     dedupe::{ConfigError, Deduplicator, DeduplicatorBuilder, Event, LeaseLost, within},
-    key::{KeySource, NoKey},
+    key::{KeyAudit, KeySource, NoKey},
     store::{ClaimStore, PgStore},
 };
 
@@ -265,6 +265,17 @@ impl<St: ClaimStore> DedupeLayer<St> {
         self
     }
 
+    /// Watches for the two silent mistakes in choosing a key: one that changes with each retry, and
+    /// one that events share. Default: nothing is watched.
+    ///
+    /// A finding is logged as a warning, at most once a minute for each, and kept for
+    /// [`KeyAudit::findings`]. Bodies are read for it as for a [`fingerprint`](Self::fingerprint).
+    #[must_use]
+    pub fn key_audit(mut self, audit: KeyAudit) -> Self {
+        self.config.audit = Some(audit);
+        self
+    }
+
     /// The address of the text that tells clients how keys are used, `http` or `https`. Answers of a
     /// missing or unreadable key, of one that is in progress and of another payload name it: in `Link`
     /// (`rel="describedby"`) and as the problem's `type`. Default: none, but for
@@ -431,6 +442,7 @@ pub(super) struct Config {
     by_route: bool,
     methods: Option<Arc<[Method]>>,
     fingerprint: Option<Fingerprint>,
+    audit: Option<KeyAudit>,
     documentation: Option<Result<Documentation, ConfigError>>,
     pub(super) success: Success,
     pub(super) duplicate: Duplicate,
@@ -460,6 +472,7 @@ impl Config {
             by_route: false,
             methods: None,
             fingerprint: None,
+            audit: None,
             documentation: None,
             success: Success::default(),
             duplicate: Duplicate::default(),
@@ -510,7 +523,8 @@ impl Config {
 
     /// Whether what was found in the head is all that is to be known.
     pub(super) fn is_enough(&self, found: &Found) -> bool {
-        self.fingerprint.is_none() || !matches!(found, Found::Event(_))
+        let looks_at_payloads = self.fingerprint.is_some() || self.audit.is_some();
+        !looks_at_payloads || !matches!(found, Found::Event(_))
     }
 
     /// Looks at a request's head, if that is enough; `None` if the body must be read first.
@@ -519,6 +533,31 @@ impl Config {
             return None;
         }
         self.source.find_in_head(parts).map(|found| self.with_scope(parts, found))
+    }
+
+    /// Shows an event to the audit, and tells what that finds.
+    pub(super) fn audit(
+        &self,
+        dedupe: &Deduplicator<dyn ClaimStore>,
+        parts: &request::Parts,
+        data: &[u8],
+        found: &Found,
+    ) {
+        let (Some(audit), Found::Event(event)) = (&self.audit, found) else { return };
+        let decoded = decode::for_looking(&parts.headers, data, self.max_body);
+        let payload = decoded.as_deref().unwrap_or(data);
+        let Some(finding) = audit.observe(&self.source, &event.key, payload) else { return };
+        count::key_finding(&finding);
+        if finding.is_news() {
+            tracing::warn!(
+                event_key = %dedupe.shown(&event.key),
+                source = finding.source(),
+                mistake = finding.mistake().as_str(),
+                times = finding.times(),
+                "the key source looks like a mistake: {}",
+                finding.mistake().hint(),
+            );
+        }
     }
 
     /// Looks at a request's payload, once it is known to be an event.

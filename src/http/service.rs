@@ -135,6 +135,7 @@ where
         in_head => match read::whole(&parts, body, config.max_body, config.body_timeout).await {
             Ok(whole) => {
                 let found = in_head.unwrap_or_else(|| config.find(&parts, &whole.data));
+                config.audit(&ready.dedupe, &parts, &whole.data, &found);
                 let found = config.with_payload(&parts, &whole.data, found);
                 (found, DedupeBody::held(whole.data, whole.trailers))
             }

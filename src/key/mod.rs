@@ -51,6 +51,7 @@
 //!
 //! [RFC 9535]: https://www.rfc-editor.org/rfc/rfc9535
 
+mod audit;
 mod fault;
 mod head;
 mod idempotency;
@@ -67,6 +68,7 @@ use self::{fault::Problem, path::Path};
 use crate::claim::{MAX_KEY_BYTES, check_text};
 
 pub use self::{
+    audit::{KeyAudit, KeyFinding, KeyMistake},
     fault::{Fault, KeySourceError, NoKey},
     volatile::Volatile,
 };

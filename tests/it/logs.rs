@@ -10,7 +10,11 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::Full;
 use tower::{Layer, ServiceExt, service_fn};
-use tower_dedupe::{DedupeBody, DedupeLayer, KeySource, store::StoreErrorKind};
+use tower_dedupe::{
+    DedupeBody, DedupeLayer, Fingerprint, KeySource,
+    key::{KeyAudit, KeyMistake},
+    store::StoreErrorKind,
+};
 use tracing_subscriber::fmt::MakeWriter;
 
 use crate::support::scripted::{Call, Fault, Scripted};
@@ -102,4 +106,38 @@ async fn redacted_keys_are_not_logged_at_all_nor_the_path_that_may_have_them() {
     assert!(log.contains("could not claim the event key"), "{log}");
     assert!(log.contains("no event key"), "{log}");
     assert!(!log.contains("alice") && !log.contains("inbox"), "{log}");
+}
+
+/// What is wrong with keys is told without them: another payload, and what the audit finds.
+#[tokio::test(start_paused = true)]
+async fn conflicts_and_findings_are_logged_without_the_key() {
+    let audit = KeyAudit::new();
+    let layer = |layer: DedupeLayer<Scripted>| {
+        layer.redact_keys().fingerprint(Fingerprint::Body.warn()).key_audit(audit.clone())
+    };
+    let log = log_of(layer).await;
+    assert!(!log.contains("looks like a mistake") && !log.contains("another payload"), "{log}");
+    assert!(audit.findings().is_empty());
+
+    let log = Log::default();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(log.clone()).finish();
+    let logging = tracing::subscriber::set_default(subscriber);
+    let source = KeySource::header("x-id").unwrap();
+    let layer = layer(DedupeLayer::new(Scripted::new(), source).scope("s"));
+    let service = layer.layer(service_fn(|_: Request<DedupeBody<Full<Bytes>>>| async {
+        Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+    }));
+    for body in ["created", "sent", "paid", "paid", "void"] {
+        let request = Request::post("/").header("x-id", SECRET).body(Full::from(body)).unwrap();
+        assert_eq!(service.clone().oneshot(request).await.unwrap().status(), 200);
+    }
+    drop(logging);
+    let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    // The others are duplicates by then, and only looked at.
+    assert_eq!(log.matches("used with another payload: it goes on").count(), 4, "{log}");
+    assert_eq!(log.matches("looks like a mistake").count(), 1, "{log}");
+    assert!(log.contains("header:x-id") && log.contains("key-shared"), "{log}");
+    assert!(!log.contains("alice"), "{log}");
+    let [finding] = &audit.findings()[..] else { panic!("one finding was expected") };
+    assert_eq!((finding.times(), finding.mistake()), (2, KeyMistake::KeyShared));
 }
