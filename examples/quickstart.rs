@@ -26,6 +26,8 @@ mod supervisor;
 #[path = "support/throwaway.rs"]
 #[allow(dead_code, reason = "tests use more of it")]
 mod throwaway;
+#[path = "support/wish.rs"]
+mod wish;
 
 use std::{
     env,
@@ -131,19 +133,8 @@ async fn fulfil(
     info: Option<ClaimInfo>,
     headers: HeaderMap,
 ) -> Result<String, StatusCode> {
-    let wish = headers.get("x-demo").and_then(|value| value.to_str().ok()).unwrap_or_default();
-    match wish.split_once(':').unwrap_or((wish, "")) {
-        ("fail", _) => return Err(StatusCode::INTERNAL_SERVER_ERROR),
-        ("panic", _) => panic!("x-demo: panic"),
-        // After the claim and before the work: the moment at which the copied pattern loses it.
-        ("crash", _) => std::process::abort(),
-        ("slow", seconds) => {
-            let seconds = seconds.parse().map_err(|_| StatusCode::BAD_REQUEST)?;
-            tokio::time::sleep(Duration::from_secs(seconds)).await;
-        }
-        ("", _) => {}
-        _ => return Err(StatusCode::BAD_REQUEST),
-    }
+    // After the claim and before the work: the moment at which the copied pattern loses it.
+    wish::grant(&headers).await?;
     fulfilments.insert(info.as_ref()).await.map_err(|fault| {
         eprintln!("could not insert the fulfilment: {}", with_sources(&*fault));
         StatusCode::INTERNAL_SERVER_ERROR

@@ -16,56 +16,40 @@
 #![allow(clippy::print_stdout, reason = "it talks to the person who runs it")]
 #![allow(unreachable_pub, reason = "its modules are its own")]
 
+#[path = "support/failure.rs"]
+mod failure;
 #[path = "support/server.rs"]
 mod server;
+#[path = "support/start.rs"]
+mod start;
 #[path = "support/supervisor.rs"]
 #[allow(dead_code, reason = "the quickstart uses more of it")]
 mod supervisor;
 #[path = "support/throwaway.rs"]
 #[allow(dead_code, reason = "tests use more of it")]
 mod throwaway;
+#[path = "support/wish.rs"]
+mod wish;
 
-use std::{env, process::ExitCode, time::Duration};
+use std::{env, process::ExitCode};
 
 use axum::{
     Json, Router,
     extract::State,
     http::{HeaderMap, StatusCode},
-    response::{IntoResponse, Response},
     routing::post,
 };
 use serde_json::Value;
-use tower_dedupe::{ClaimInfo, DedupeLayer, KeySource, PgStore, Transaction, TransactionError};
+use tower_dedupe::{ClaimInfo, DedupeLayer, KeySource, PgStore, Transaction};
 
 use self::{
-    server::{Fault, lease, port, with_sources},
-    throwaway::{Durability, Throwaway},
+    failure::Failure,
+    server::{Fault, lease},
 };
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    tracing_subscriber::fmt()
-        .with_max_level(tracing::Level::WARN)
-        .with_writer(std::io::stderr)
-        .init();
-    match run().await {
-        Ok(code) => code,
-        Err(fault) => {
-            eprintln!("{}", with_sources(&*fault));
-            ExitCode::FAILURE
-        }
-    }
-}
-
-async fn run() -> Result<ExitCode, Fault> {
-    let port = port()?;
-    if let Ok(url) = env::var("DATABASE_URL") {
-        return serve(&url, port).await;
-    }
-    let database = tokio::task::spawn_blocking(|| Throwaway::start(Durability::Durable)).await??;
-    println!("DATABASE_URL is not set: started a throwaway Postgres, removed at the end");
-    // In a process of its own, since a crash of it is part of the show.
-    supervisor::serve(&database.url(), port).await
+    start::on_postgres(serve).await
 }
 
 async fn serve(url: &str, port: u16) -> Result<ExitCode, Fault> {
@@ -96,15 +80,15 @@ async fn take_order(
     headers: HeaderMap,
 ) -> Result<String, Failure> {
     order.execute(INSERT, &[&info.key()]).await?;
-    match demo(&headers).split_once(':').unwrap_or((demo(&headers), "")) {
+    match wish::of(&headers) {
         // An error that is ignored, and success all the same: the layer does not commit it.
         ("swallow", _) => drop(order.execute("INSERT INTO no_such_table VALUES (1)", &[]).await),
         // What is forbidden: the layer notices, but the order stays.
         ("commit", _) => {
             order.batch_execute("COMMIT").await?;
-            return Err(Failure::Answer(StatusCode::INTERNAL_SERVER_ERROR));
+            return Err(StatusCode::INTERNAL_SERVER_ERROR.into());
         }
-        _ => go_wrong(&headers).await?,
+        _ => wish::grant(&headers).await?,
     }
     Ok(format!("order for {}, attempt {}\n", info.key(), info.attempt()))
 }
@@ -116,66 +100,18 @@ async fn take_order_in_lease_mode(
     info: ClaimInfo,
     headers: HeaderMap,
 ) -> Result<String, Failure> {
-    let connection = store.pool().get().await.map_err(|error| Failure::Other(error.into()))?;
-    connection.execute(INSERT, &[&info.key()]).await.map_err(TransactionError::Postgres)?;
+    let connection = store.pool().get().await?;
+    connection.execute(INSERT, &[&info.key()]).await?;
     drop(connection);
-    go_wrong(&headers).await?;
+    wish::grant(&headers).await?;
     Ok(format!("order for {}, attempt {}\n", info.key(), info.attempt()))
-}
-
-async fn go_wrong(headers: &HeaderMap) -> Result<(), Failure> {
-    match demo(headers).split_once(':').unwrap_or((demo(headers), "")) {
-        ("fail", _) => return Err(Failure::Answer(StatusCode::INTERNAL_SERVER_ERROR)),
-        ("panic", _) => panic!("x-demo: panic"),
-        ("crash", _) => std::process::abort(),
-        ("slow", seconds) => {
-            let seconds = seconds.parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
-            let seconds = seconds.ok_or(Failure::Answer(StatusCode::BAD_REQUEST))?;
-            tokio::time::sleep(seconds).await;
-        }
-        ("", _) => {}
-        _ => return Err(Failure::Answer(StatusCode::BAD_REQUEST)),
-    }
-    Ok(())
-}
-
-fn demo(headers: &HeaderMap) -> &str {
-    headers.get("x-demo").and_then(|value| value.to_str().ok()).unwrap_or_default()
 }
 
 async fn list(State(store): State<PgStore>) -> Result<Json<Value>, Failure> {
     let select = "SELECT coalesce(json_agg(o ORDER BY o.at), '[]')::text FROM (
         SELECT event_key, at FROM orders) AS o";
-    let connection = store.pool().get().await.map_err(|error| Failure::Other(error.into()))?;
-    let row = connection.query_one(select, &[]).await.map_err(TransactionError::Postgres)?;
-    let rows: String = row.try_get(0).map_err(TransactionError::Postgres)?;
-    Ok(Json(serde_json::from_str(&rows).map_err(|error| Failure::Other(error.into()))?))
-}
-
-/// Why there is no answer of success.
-enum Failure {
-    Answer(StatusCode),
-    Transaction(TransactionError),
-    Other(Fault),
-}
-
-impl From<TransactionError> for Failure {
-    fn from(error: TransactionError) -> Self {
-        Self::Transaction(error)
-    }
-}
-
-impl IntoResponse for Failure {
-    fn into_response(self) -> Response {
-        match self {
-            Self::Answer(status) => status.into_response(),
-            Self::Transaction(error) => error.into_response(),
-            Self::Other(fault) => {
-                eprintln!("{}", with_sources(&*fault));
-                StatusCode::INTERNAL_SERVER_ERROR.into_response()
-            }
-        }
-    }
+    let row = store.pool().get().await?.query_one(select, &[]).await?;
+    Ok(Json(serde_json::from_str(row.try_get(0)?)?))
 }
 
 fn print_curl_lines(address: &str) {
