@@ -32,6 +32,8 @@
 //! |---|---|
 //! | to put it in front of handlers | [`DedupeLayer`]: all settings and their defaults |
 //! | to write to the same database, exactly once | [`transaction`] |
+//! | to give API clients their first answer again | [`DedupeLayer::idempotency_key`], [`Duplicate::Replay`] |
+//! | to see whether a key is well chosen | [`key::KeyAudit`] |
 //! | to say where the key is, and avoid the wrong one | [`key`] |
 //! | to run events that are no HTTP requests, or many in one | [`Deduplicator`] |
 //! | to connect, migrate, share a pool | [`PgStore`] and its [builder](store::PgStoreBuilder) |
