@@ -43,8 +43,10 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
+
 use crate::{
-    claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, Scope, State},
+    claim::{Claim, ClaimOutcome, ClaimToken, EventKey, Held, PayloadHash, Scope, State},
     store::{ClaimStore, Completion, Record},
 };
 
@@ -102,6 +104,12 @@ macro_rules! conformance_tests {
             of_many_takeovers_at_once_one_is_claimed
             a_claim_dropped_at_any_point_is_free_after_its_lease
             clones_are_one_store
+            a_key_belongs_to_one_payload_unless_it_has_failed
+            what_says_nothing_of_its_payload_is_not_compared
+            a_key_is_new_for_any_payload_when_its_retention_ends
+            a_response_is_given_byte_for_byte_to_those_who_ask_for_it
+            a_response_of_an_earlier_life_is_not_given
+            many_at_once_each_hear_of_their_own_payload_and_response
         }
     };
     (@each $attributes:tt $subject:tt $($case:ident)+) => {
@@ -689,21 +697,9 @@ pub async fn of_many_takeovers_at_once_one_is_claimed<S: Subject>(subject: &S) {
 /// Claims a key 32 times at once; gives the answers that are not "in progress".
 async fn claimed_of_many(store: &impl ClaimStore, key: &str) -> Vec<ClaimOutcome> {
     let claims: Vec<_> = (0..32).map(|_| claim(key)).collect();
-    let mut asking: Vec<_> = claims.iter().map(|claim| store.claim(claim)).collect();
-    let mut outcomes = Vec::new();
-    poll_fn(|cx| {
-        asking.retain_mut(|asking| match Pin::new(asking).poll(cx) {
-            Poll::Ready(outcome) => {
-                outcomes.push(outcome.unwrap());
-                false
-            }
-            Poll::Pending => true,
-        });
-        if asking.is_empty() { Poll::Ready(()) } else { Poll::Pending }
-    })
-    .await;
-    outcomes.retain(|outcome| !is_in_progress(outcome.clone()));
-    outcomes
+    let outcomes = at_once(claims.iter().map(|claim| store.claim(claim))).await;
+    let outcomes = outcomes.into_iter().map(Result::unwrap);
+    outcomes.filter(|outcome| !is_in_progress(outcome.clone())).collect()
 }
 
 /// Dropping a future does not undo it, and does not break the key either.
@@ -753,6 +749,203 @@ pub async fn clones_are_one_store<S: Subject>(subject: &S) {
     assert!(is_in_progress(clone.claim(&claim("1")).await.unwrap()));
     assert_eq!(clone.complete(&first.key, first.token, ok()).await.unwrap(), Held::Yes);
     assert_ne!(ClaimToken::random(), first.token);
+}
+
+/// A claim whose payload is known.
+fn of(payload: u8, key: &str) -> Claim {
+    claim(key).with_fingerprint(Some(PayloadHash::from([payload; 32])))
+}
+
+/// The key's holder, with this payload.
+async fn held(store: &impl ClaimStore, payload: u8, key: &str) -> Claim {
+    let holder = of(payload, key);
+    assert!(matches!(store.claim(&holder).await.unwrap(), ClaimOutcome::Claimed { .. }));
+    holder
+}
+
+/// Under way, abandoned and done, a key is its payload's; after a failure it is anybody's.
+pub async fn a_key_belongs_to_one_payload_unless_it_has_failed<S: Subject>(subject: &S) {
+    let store = subject.store();
+    let refuses = async |key: &str| {
+        for _ in 0..2 {
+            let outcome = store.claim(&of(2, key)).await.unwrap();
+            assert_eq!(outcome, ClaimOutcome::OtherPayload, "{key}");
+        }
+    };
+    let alive = held(&store, 1, "alive").await;
+    refuses("alive").await;
+    assert!(is_in_progress(store.claim(&of(1, "alive")).await.unwrap()));
+    // Asked again by its holder.
+    assert_eq!(store.claim(&alive).await.unwrap(), claimed(1));
+
+    let done = held(&store, 1, "done").await;
+    assert_eq!(store.complete(&done.key, done.token, ok()).await.unwrap(), Held::Yes);
+    refuses("done").await;
+    assert_eq!(store.claim(&of(1, "done")).await.unwrap(), ClaimOutcome::done(Some(200)));
+    refuses("done").await;
+
+    let failed = held(&store, 1, "failed").await;
+    assert!(store.fail(&failed.key, failed.token, DAY).await.unwrap());
+    assert_eq!(store.claim(&of(2, "failed")).await.unwrap(), claimed(2));
+    // It is the second payload's now.
+    assert_eq!(store.claim(&of(1, "failed")).await.unwrap(), ClaimOutcome::OtherPayload);
+
+    held(&store, 1, "abandoned").await;
+    subject.elapse(LEASE + SLACK).await;
+    refuses("abandoned").await;
+    assert_eq!(store.claim(&of(1, "abandoned")).await.unwrap(), claimed(2));
+}
+
+/// Neither a claim nor a row without a payload is refused for it.
+pub async fn what_says_nothing_of_its_payload_is_not_compared<S: Subject>(subject: &S) {
+    let store = subject.store();
+    let known = held(&store, 1, "known").await;
+    assert!(is_in_progress(store.claim(&claim("known")).await.unwrap()));
+    store.complete(&known.key, known.token, ok()).await.unwrap();
+    assert_eq!(store.claim(&claim("known")).await.unwrap(), ClaimOutcome::done(Some(200)));
+
+    let unknown = claim("unknown");
+    store.claim(&unknown).await.unwrap();
+    assert!(is_in_progress(store.claim(&of(1, "unknown")).await.unwrap()));
+    store.complete(&unknown.key, unknown.token, ok()).await.unwrap();
+    for payload in [1, 2] {
+        let outcome = store.claim(&of(payload, "unknown")).await.unwrap();
+        assert_eq!(outcome, ClaimOutcome::done(Some(200)));
+    }
+}
+
+/// The payload is forgotten with the key.
+pub async fn a_key_is_new_for_any_payload_when_its_retention_ends<S: Subject>(subject: &S) {
+    let store = subject.store();
+    let done = held(&store, 1, "1").await;
+    store.complete(&done.key, done.token, ok()).await.unwrap();
+    subject.elapse(MONTH + SLACK).await;
+    assert_eq!(store.claim(&of(2, "1")).await.unwrap(), claimed(1));
+    assert_eq!(store.claim(&of(1, "1")).await.unwrap(), ClaimOutcome::OtherPayload);
+}
+
+fn with_response(bytes: impl Into<Bytes>) -> Completion {
+    ok().with_response(Some(bytes.into()))
+}
+
+fn done_with(bytes: impl Into<Bytes>) -> ClaimOutcome {
+    ClaimOutcome::Done { status: Some(200), response: Some(bytes.into()) }
+}
+
+/// Of any length, and to nobody else.
+pub async fn a_response_is_given_byte_for_byte_to_those_who_ask_for_it<S: Subject>(subject: &S) {
+    let store = subject.store();
+    let noise = |length: u32| (0..length).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8);
+    for length in [0, 1, 255, 300 * 1024] {
+        let (key, response) = (length.to_string(), noise(length).collect::<Bytes>());
+        let holder = held(&store, 1, &key).await;
+        let completion = with_response(response.clone());
+        assert_eq!(store.complete(&holder.key, holder.token, completion).await.unwrap(), Held::Yes);
+        // Asked again, as one whose reply was lost: the first stands.
+        let other = with_response("other");
+        assert_eq!(store.complete(&holder.key, holder.token, other).await.unwrap(), Held::Yes);
+        for _ in 0..2 {
+            let plain = store.claim(&claim(&key)).await.unwrap();
+            assert_eq!(plain, ClaimOutcome::done(Some(200)), "{length}");
+            let replay = store.claim(&of(1, &key).with_replay(true)).await.unwrap();
+            assert_eq!(replay, done_with(response.clone()), "{length}");
+            let stranger = store.claim(&of(2, &key).with_replay(true)).await.unwrap();
+            assert_eq!(stranger, ClaimOutcome::OtherPayload, "{length}");
+        }
+    }
+    let holder = held(&store, 1, "none").await;
+    store.complete(&holder.key, holder.token, ok()).await.unwrap();
+    let replay = store.claim(&claim("none").with_replay(true)).await.unwrap();
+    assert_eq!(replay, ClaimOutcome::done(Some(200)));
+}
+
+/// Not once its retention is over, and not once its key was forgotten.
+pub async fn a_response_of_an_earlier_life_is_not_given<S: Subject>(subject: &S) {
+    let store = subject.store();
+    for key in ["over", "forgotten"] {
+        let holder = held(&store, 1, key).await;
+        store.complete(&holder.key, holder.token, with_response("old")).await.unwrap();
+    }
+    let replaying = |key: &str| claim(key).with_replay(true);
+    assert_eq!(store.claim(&replaying("over")).await.unwrap(), done_with("old"));
+    assert_eq!(store.claim(&replaying("forgotten")).await.unwrap(), done_with("old"));
+    assert!(store.forget(&event("forgotten")).await.unwrap());
+    subject.elapse(MONTH + SLACK).await;
+    for key in ["over", "forgotten"] {
+        let holder = replaying(key);
+        assert_eq!(store.claim(&holder).await.unwrap(), claimed(1));
+        store.complete(&holder.key, holder.token, ok()).await.unwrap();
+        let again = store.claim(&replaying(key)).await.unwrap();
+        assert_eq!(again, ClaimOutcome::done(Some(200)), "{key}");
+    }
+}
+
+/// Claims and done marks that are asked at once may go together; what they say stays apart.
+pub async fn many_at_once_each_hear_of_their_own_payload_and_response<S: Subject>(subject: &S) {
+    let store = subject.store();
+    let key = |n: u8| format!("many {n}");
+    let response = |n: u8| Bytes::from(vec![n; usize::from(n) * 50]);
+    let holders: Vec<_> = (0..64).map(|n| of(n, &key(n))).collect();
+    let outcomes = at_once(holders.iter().map(|holder| store.claim(holder))).await;
+    assert!(outcomes.into_iter().all(|outcome| outcome.unwrap() == claimed(1)));
+    let completions = holders.iter().zip(0..).map(|(holder, n)| {
+        let completion = Completion::new(Some(200 + u16::from(n)), MONTH);
+        let completion = completion.with_response((n % 3 > 0).then(|| response(n)));
+        store.complete(&holder.key, holder.token, completion)
+    });
+    let marks = at_once(completions).await;
+    assert!(marks.into_iter().all(|held| held.unwrap() == Held::Yes));
+
+    // Each key four times: as itself and not, with its response and without.
+    let asked: Vec<_> = (0..64)
+        .flat_map(|n| {
+            let both = [of(n, &key(n)), of(n + 1, &key(n))];
+            both.into_iter().flat_map(|one| [one.clone().with_replay(true), one.with_replay(false)])
+        })
+        .collect();
+    let outcomes = at_once(asked.iter().map(|claim| store.claim(claim))).await;
+    for (at, outcome) in outcomes.into_iter().enumerate() {
+        let n = (at / 4) as u8;
+        let status = Some(200 + u16::from(n));
+        let expected = match at % 4 {
+            0 => ClaimOutcome::Done { status, response: (n % 3 > 0).then(|| response(n)) },
+            1 => ClaimOutcome::done(status),
+            _ => ClaimOutcome::OtherPayload,
+        };
+        assert_eq!(outcome.unwrap(), expected, "{at}");
+    }
+
+    // Of two payloads with one new key, one has it.
+    let rivals: Vec<_> = (0..32).map(|n| of(n % 2, "one")).collect();
+    let outcomes = at_once(rivals.iter().map(|claim| store.claim(claim))).await;
+    let outcomes: Vec<_> = outcomes.into_iter().map(Result::unwrap).collect();
+    let winner = outcomes.iter().position(|outcome| *outcome == claimed(1)).unwrap();
+    for (at, outcome) in outcomes.into_iter().enumerate() {
+        if at % 2 != winner % 2 {
+            // Where the first one's row is not committed yet, nobody can know what its payload is.
+            let unknown = is_in_progress(outcome.clone());
+            assert!(outcome == ClaimOutcome::OtherPayload || unknown, "{at}: {outcome:?}");
+        } else if at != winner {
+            assert!(is_in_progress(outcome), "{at}");
+        }
+    }
+}
+
+/// Polls all of these together; gives what they come to, in their order.
+async fn at_once<F: Future>(all: impl Iterator<Item = F>) -> Vec<F::Output> {
+    let mut all: Vec<_> = all.map(|one| (Box::pin(one), None)).collect();
+    poll_fn(|cx| {
+        let mut pending = false;
+        for (one, output) in all.iter_mut().filter(|(_, output)| output.is_none()) {
+            match one.as_mut().poll(cx) {
+                Poll::Ready(ready) => *output = Some(ready),
+                Poll::Pending => pending = true,
+            }
+        }
+        if pending { Poll::Pending } else { Poll::Ready(()) }
+    })
+    .await;
+    all.into_iter().filter_map(|(_, output)| output).collect()
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tower_dedupe::{
     ClaimStore, EventKey, PgStore, Scope,
-    claim::{Claim, ClaimOutcome, State},
-    store::StoreErrorKind,
+    claim::{Claim, ClaimOutcome, Held, PayloadHash, State},
+    store::{Completion, StoreErrorKind},
 };
 
 use crate::support::{
@@ -237,4 +237,92 @@ async fn a_missing_table_is_said_to_be_missing_and_requests_never_make_it() {
     assert_eq!(error.kind(), StoreErrorKind::Schema);
     assert!(error.to_string().contains("run migrate()"), "{error}");
     assert_eq!(columns(&db).await, []);
+}
+
+/// The table as version 1 made it, and statements of a process of that version.
+const VERSION_1: &str = "
+    CREATE TABLE processed_events_migrations (
+        version int4 PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now());
+    INSERT INTO processed_events_migrations (version) VALUES (1);
+    CREATE TABLE processed_events (
+        scope text COLLATE \"C\" NOT NULL, event_key text COLLATE \"C\" NOT NULL,
+        status text NOT NULL CHECK (status IN ('in_progress', 'done', 'failed')),
+        token bytea, attempt int4 NOT NULL, claimed_at timestamptz NOT NULL,
+        lease_until timestamptz NOT NULL, done_at timestamptz, expires_at timestamptz NOT NULL,
+        response_status int2, PRIMARY KEY (scope, event_key)
+    ) WITH (fillfactor = 90, autovacuum_vacuum_scale_factor = 0.02);";
+const INSERT_1: &str = "
+    INSERT INTO processed_events (scope, event_key, status, token, attempt, claimed_at, lease_until,
+                                  expires_at, response_status)
+    VALUES ('s', $1, $2, '\\x01', 1, now(), now() + interval '1 minute',
+            now() + interval '1 day', 204)";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_table_of_version_1_is_brought_to_version_2_with_every_row() {
+    let db = postgres::schema().await;
+    let client = db.client().await;
+    client.batch_execute(VERSION_1).await.unwrap();
+    let insert = async |key: &str, status: &str| {
+        assert_eq!(client.execute(INSERT_1, &[&key, &status]).await.unwrap(), 1);
+    };
+    for status in ["in_progress", "done", "failed"] {
+        insert(status, status).await;
+    }
+    let store = db.store().await;
+    // A process of the older version, which still runs, writes as before.
+    insert("later", "done").await;
+
+    let payload = |n: u8| Some(PayloadHash::from([n; 32]));
+    let ask = async |key: &str, n: u8| {
+        let claim = claim(event("s", key)).with_fingerprint(payload(n)).with_replay(true);
+        (store.claim(&claim).await.unwrap(), claim)
+    };
+    for key in ["done", "later"] {
+        assert_eq!(ask(key, 1).await.0, ClaimOutcome::done(Some(204)));
+    }
+    assert!(matches!(ask("in_progress", 1).await.0, ClaimOutcome::InProgress { .. }));
+    let (outcome, taken) = ask("failed", 1).await;
+    assert_eq!(outcome, ClaimOutcome::Claimed { attempt: 2 });
+    let completion = Completion::new(Some(201), Duration::from_secs(60));
+    let completion = completion.with_response(Some("again".into()));
+    assert_eq!(store.complete(&taken.key, taken.token, completion).await.unwrap(), Held::Yes);
+    assert_eq!(
+        ask("failed", 1).await.0,
+        ClaimOutcome::Done { status: Some(201), response: Some("again".into()) }
+    );
+    assert_eq!(ask("failed", 2).await.0, ClaimOutcome::OtherPayload);
+
+    // By both ways the table is the same.
+    let fresh = postgres::schema().await;
+    fresh.store().await;
+    assert_eq!(columns(&db).await, columns(&fresh).await);
+}
+
+/// A store that keeps no responses and payloads writes neither column. What a done row has more than
+/// in version 1 is the bitmap that says so: 8 bytes, which a row in progress had before.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_row_without_response_and_payload_has_a_bitmap_more_than_in_version_1() {
+    let (old, new) = (postgres::schema().await, postgres::schema().await);
+    old.client().await.batch_execute(VERSION_1).await.unwrap();
+    let store = new.store().await;
+    let claim = claim(event("s", "a key of some length"));
+    store.claim(&claim).await.unwrap();
+    let completion = Completion::new(Some(204), Duration::from_secs(60));
+    store.complete(&claim.key, claim.token, completion).await.unwrap();
+
+    // The same values in the old table.
+    let copy = format!(
+        "INSERT INTO {}.processed_events SELECT scope, event_key, status, token, attempt, claimed_at,
+             lease_until, done_at, expires_at, response_status FROM {}.processed_events",
+        old.name(),
+        new.name(),
+    );
+    new.client().await.batch_execute(&copy).await.unwrap();
+    let length = "SELECT pg_column_size(row.*) FROM processed_events AS row";
+    let (old, new) = (old.client().await, new.client().await);
+    let old = old.query_one(length, &[]).await.unwrap().get::<_, i32>(0);
+    let row = new.query_one(length, &[]).await.unwrap().get::<_, i32>(0);
+    assert!(row <= old + 8, "{row} bytes, {old} in version 1");
+    let nulls = "SELECT count(*) FROM processed_events WHERE num_nulls(response, fingerprint) = 2";
+    assert_eq!(new.query_one(nulls, &[]).await.unwrap().get::<_, i64>(0), 1);
 }
