@@ -33,7 +33,7 @@
 //! | to put it in front of handlers | [`DedupeLayer`]: all settings and their defaults |
 //! | to write to the same database, exactly once | [`transaction`] |
 //! | to give API clients their first answer again | [`DedupeLayer::idempotency_key`], [`Duplicate::Replay`] |
-//! | to see whether a key is well chosen | [`key::KeyAudit`] |
+//! | to see whether a key is well chosen | [`KeyAudit`] |
 //! | to say where the key is, and avoid the wrong one | [`key`] |
 //! | to run events that are no HTTP requests, or many in one | [`Deduplicator`] |
 //! | to connect, migrate, share a pool | [`PgStore`] and its [builder](store::PgStoreBuilder) |
@@ -83,7 +83,7 @@ pub use crate::{
         Dedupe, DedupeBody, DedupeLayer, DedupeStatus, Duplicate, Fingerprint, FingerprintFn,
         InProgress, MissingKey, ResponseFuture, StoreDown,
     },
-    key::{KeySource, KeySourceError},
+    key::{KeyAudit, KeyFinding, KeyMistake, KeySource, KeySourceError},
     store::{ClaimStore, MemoryStore, PgStore, StoreError},
     transaction::{Transaction, TransactionError},
 };

@@ -11,15 +11,16 @@ pub(super) fn payload_conflict(source: &KeySource) {
     let _ = source;
 }
 
-/// The key source looks like a mistake.
+/// The key source looks like a mistake, and so many deliveries have shown it by now.
 pub(super) fn key_finding(finding: &KeyFinding) {
     #[cfg(feature = "metrics")]
     metrics::counter!(
         "tower_dedupe_key_findings_total",
         "source" => finding.source().to_owned(),
+        "scope" => finding.scope().to_owned(),
         "mistake" => finding.mistake().as_str(),
     )
-    .increment(1);
+    .absolute(finding.times());
     #[cfg(not(feature = "metrics"))]
     let _ = finding;
 }

@@ -548,16 +548,14 @@ impl Config {
         let payload = decoded.as_deref().unwrap_or(data);
         let Some(finding) = audit.observe(&self.source, &event.key, payload) else { return };
         count::key_finding(&finding);
-        if finding.is_news() {
-            tracing::warn!(
-                event_key = %dedupe.shown(&event.key),
-                source = finding.source(),
-                mistake = finding.mistake().as_str(),
-                times = finding.times(),
-                "the key source looks like a mistake: {}",
-                finding.mistake().hint(),
-            );
-        }
+        tracing::warn!(
+            event_key = %dedupe.shown(&event.key),
+            source = finding.source(),
+            mistake = finding.mistake().as_str(),
+            times = finding.times(),
+            "the key source looks like a mistake: {}",
+            finding.hint(),
+        );
     }
 
     /// Looks at a request's payload, once it is known to be an event.

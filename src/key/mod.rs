@@ -3,7 +3,8 @@
 //! Deduplication is only as good as the key. A key that changes between two deliveries of one
 //! event lets the event run twice; a key that two events share swallows the second one. So a
 //! source says exactly where the key is, [`KeySource::find`] never guesses, and
-//! [`KeySource::volatile`] knows the sources that are known to change.
+//! [`KeySource::volatile`] knows the sources that are known to change. A [`KeyAudit`] finds those
+//! that only deliveries show to be wrong.
 //!
 //! | text | code | takes |
 //! |---|---|---|

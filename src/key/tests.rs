@@ -310,6 +310,8 @@ fn what_is_shared_between_threads_can_be() {
     shared::<NoKey>();
     shared::<KeySourceError>();
     shared::<Volatile>();
+    shared::<KeyAudit>();
+    shared::<KeyFinding>();
 }
 
 /// The parts of a composite, read back.

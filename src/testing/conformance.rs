@@ -38,7 +38,7 @@
 
 use std::{
     future::{Future, poll_fn},
-    pin::{Pin, pin},
+    pin::pin,
     task::Poll,
     time::Duration,
 };
