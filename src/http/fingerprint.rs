@@ -16,6 +16,8 @@ use crate::claim::PayloadHash;
 /// key is done with, or was claimed with and is not known to have failed: after a failure, a client may
 /// send the request again with its fault corrected.
 ///
+/// In transaction mode, what another process has under way is compared once it is committed.
+///
 /// For APIs, whose clients make the keys. Webhook senders often change a body between two deliveries
 /// of one event (a time, a count of attempts) and would be answered 422: begin there with
 /// [`warn`](Self::warn).

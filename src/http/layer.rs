@@ -117,6 +117,11 @@ impl<St: ClaimStore> DedupeLayer<St> {
     /// | the first request is done | its response again ([`Duplicate::Replay`]) |
     /// | what is done | 2xx; other answers free the key, and the next request runs ([`remember`](Self::remember), [`success`](Self::success)) |
     ///
+    /// Put it around the handler of a route, as below. Around a whole router it answers before the router
+    /// does: a POST without a key to a path that does not exist gets 400, not 404.
+    ///
+    /// Method, path and what is added share the 255 bytes of a scope; a longer one is answered 400.
+    ///
     /// Its errors name the draft as their documentation, in `Link` and as the problem's type;
     /// [`documentation`](Self::documentation) takes the address of your own.
     ///
@@ -138,7 +143,7 @@ impl<St: ClaimStore> DedupeLayer<St> {
     ///         None => "nobody".to_owned(),
     ///     })
     ///     .retention(Duration::from_secs(24 * 60 * 60));
-    /// let app: Router = Router::new().route("/payments", post(|| async { "paid" })).layer(layer);
+    /// let app: Router = Router::new().route("/payments", post(|| async { "paid" }).layer(layer));
     ///
     /// /// Put into the request's extensions by what verifies the caller.
     /// #[derive(Clone)]
@@ -309,7 +314,8 @@ impl<St: ClaimStore> DedupeLayer<St> {
 
     /// The longest body that is read to find a key, in bytes, as sent and as decoded. Default
     /// 2 MiB; a longer one is answered with 413. Bodies that need not be read have no limit here:
-    /// those of requests whose head tells the key.
+    /// those of requests whose head tells the key, where there is no [`fingerprint`](Self::fingerprint)
+    /// and no [`key_audit`](Self::key_audit).
     #[must_use]
     pub fn max_body(mut self, bytes: usize) -> Self {
         self.config.max_body = bytes;
