@@ -125,6 +125,8 @@ impl Shared {
         loop {
             let now = *traffic.borrow_and_update();
             tokio::select! {
+                // What the test has said counts for all that is said after it.
+                biased;
                 changed = traffic.changed() => {
                     let becomes = *traffic.borrow();
                     if changed.is_err() || becomes == Traffic::IsClosed {
