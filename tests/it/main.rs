@@ -20,6 +20,7 @@ mod logs;
 mod migrate;
 mod naive;
 mod outage;
+mod payloads;
 mod payments;
 mod plans;
 mod postgres_store;

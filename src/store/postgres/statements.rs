@@ -84,7 +84,8 @@ impl Statements {
                 new = new("token", "fingerprint"),
                 there = there("asked.replay"),
             ),
-            // Takes a key that is free: failed, its lease over, or its retention over.
+            // Takes a key that is free: failed, its lease over and its payload no other, or its
+            // retention over.
             //
             // Parameters: as `claim`, without the last. Rows: attempt and what is left of the lease;
             // none if the key is not free (any more): look again. Locks: the row's, waited for up to the lock
@@ -347,7 +348,7 @@ pub(super) fn releasing(savepoint: u32) -> String {
     format!("RELEASE SAVEPOINT tower_dedupe_{savepoint}")
 }
 
-/// Takes a key that is free: failed, its lease over, or its retention over.
+/// Takes a key that is free: failed, its lease over and its payload no other, or its retention over.
 ///
 /// Parameters: as `claim`, without the last. Rows: attempt and what is left of the lease; none if the
 /// key is not free (any more): look again. Locks: the row's, waited for up to the lock timeout; after
@@ -362,7 +363,8 @@ fn take(table: &str, and: &str) -> String {
                      fingerprint = $6, response = NULL
                  WHERE scope = $1 AND event_key = $2
                    AND (expires_at <= now() OR status = 'failed'
-                        OR (status = 'in_progress' AND lease_until <= now()))
+                        OR (status = 'in_progress' AND lease_until <= now()
+                            AND coalesce(fingerprint = $6 OR octet_length(fingerprint) <> 32, true)))
                  RETURNING attempt::int4 AS attempt, {lease_left} AS lease_left{and}",
         lease_left = left("lease_until"),
     )

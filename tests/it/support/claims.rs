@@ -2,9 +2,10 @@
 
 use std::{error::Error, time::Duration};
 
+use bytes::Bytes;
 use tower_dedupe::{
     EventKey, Scope,
-    claim::{Claim, ClaimOutcome},
+    claim::{Claim, ClaimOutcome, PayloadHash},
     store::Completion,
 };
 
@@ -16,6 +17,23 @@ pub fn event(key: &str) -> EventKey {
 /// A new claim of it for a minute.
 pub fn claim(key: &str) -> Claim {
     Claim::new(event(key), MINUTE, MINUTE)
+}
+
+/// The same of the payload with this number.
+pub fn claim_of(key: &str, payload: usize) -> Claim {
+    claim(key).with_fingerprint(Some(PayloadHash::from([payload as u8; 32])))
+}
+
+/// Bytes of any value, zero among them, which do not compress.
+pub fn noise(length: usize, seed: usize) -> Bytes {
+    let mut state = 88_172_645_463_325_252 ^ (seed as u64) << 32;
+    let bytes = std::iter::from_fn(|| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        Some(state as u8)
+    });
+    bytes.take(length).collect()
 }
 
 /// A done mark with status 200.
