@@ -72,8 +72,10 @@ pub(super) struct AsOf {
 impl DoneKeys {
     /// At most so many keys, each for so long.
     pub(super) fn new(keys: usize, age: Duration) -> Self {
-        let entries =
-            (keys > 0 && !age.is_zero()).then(|| Cache::with_weighter(keys, keys as u64, ByLength));
+        // The cache is split for as many as it is told will come, and a response that is longer than
+        // its part is not kept at all: tell it fewer, so that no part is short on a large machine.
+        let entries = (keys > 0 && !age.is_zero())
+            .then(|| Cache::with_weighter(keys.div_ceil(EACH), keys as u64, ByLength));
         Self { entries, age, forgotten: Mutex::default() }
     }
 
@@ -115,6 +117,9 @@ impl DoneKeys {
         self.forgotten.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// The cache is laid out for one entry in so many keys: some are responses, which count as many.
+const EACH: usize = 32;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that fails says so by panicking")]
@@ -183,6 +188,22 @@ mod tests {
         let response = Some(Some(Bytes::from_static(&[0; 9 * 1024])));
         let long = kept(Done { response, ..done(None) });
         assert!((1..=20).contains(&long), "{long} keys of ten kibibytes");
+    }
+
+    #[test]
+    fn a_response_as_long_as_the_layer_stores_is_kept_on_any_machine() {
+        for capacity in [1000, 10_000] {
+            let keys = DoneKeys::new(capacity, MINUTE);
+            let response = Bytes::from(vec![0; (256 + 64) * 1024]);
+            let known = Done { response: Some(Some(response.clone())), ..done(None) };
+            keys.keep(&key("1"), known, MINUTE, keys.as_of());
+            let answer = ClaimOutcome::Done { status: None, response: Some(response) };
+            let told = keys.answer(&claim("1").with_replay(true));
+            assert!(told == Some(answer), "{capacity} keys");
+            // What the machine has cores for.
+            let parts = keys.entries.as_ref().unwrap().num_shards();
+            assert!(capacity / parts >= 1000, "{parts} parts");
+        }
     }
 
     #[test]
