@@ -11,24 +11,13 @@ use tokio::{
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tower_dedupe::{
-    ClaimStore, DedupeBody, DedupeLayer, Fingerprint, KeySource, PgStore,
-    claim::{Claim, ClaimOutcome, Held},
+    ClaimStore, DedupeBody, DedupeLayer, Fingerprint, KeySource, claim::ClaimOutcome,
 };
 
 use crate::support::{
-    claims::{MINUTE, claim, claim_of, done, event, in_progress, noise},
+    claims::{MINUTE, claim, claim_of, done_with, event, finish, in_progress, noise},
     postgres::{self, Schema},
 };
-
-async fn finish(store: &PgStore, first: &Claim, response: Option<Bytes>) {
-    assert!(matches!(store.claim(first).await.unwrap(), ClaimOutcome::Claimed { .. }));
-    let completion = done().with_response(response);
-    assert_eq!(store.complete(&first.key, first.token, completion).await.unwrap(), Held::Yes);
-}
-
-fn done_with(response: Option<Bytes>) -> ClaimOutcome {
-    ClaimOutcome::Done { status: Some(200), response }
-}
 
 /// The rows of the table, and the pieces of long responses beside it.
 async fn rows_and_pieces(db: &Schema) -> (i64, i64) {
@@ -47,7 +36,7 @@ async fn nothing_of_a_response_is_left_when_its_key_is_gone() {
     let db = postgres::schema().await;
     let store = db.store().await;
     for n in 0..6 {
-        finish(&store, &claim(&n.to_string()), Some(noise(300 * 1024, n))).await;
+        finish(&store, claim(&n.to_string()), Some(noise(300 * 1024, n))).await;
     }
     let (rows, pieces) = rows_and_pieces(&db).await;
     assert!(rows == 6 && pieces > 6 * 100, "{pieces} pieces");
@@ -73,7 +62,7 @@ async fn a_store_that_compares_and_replays_nothing_keeps_nothing_for_it() {
         store.claim(one).await.unwrap();
     }
     store.fail(&failed.key, failed.token, MINUTE).await.unwrap();
-    finish(&store, &told, None).await;
+    finish(&store, told.clone(), None).await;
     // In a lane, and taken over.
     let mut all = JoinSet::new();
     for n in 0..40 {
@@ -82,7 +71,7 @@ async fn a_store_that_compares_and_replays_nothing_keeps_nothing_for_it() {
             let (first, second) = (claim(&n.to_string()), claim(&n.to_string()));
             store.claim(&first).await.unwrap();
             store.fail(&first.key, first.token, MINUTE).await.unwrap();
-            finish(&store, &second, None).await;
+            finish(&store, second, None).await;
         });
     }
     all.join_all().await;
@@ -118,7 +107,7 @@ async fn another_replica_compares_with_what_the_first_has_stored() {
     for state in ["works", "died", "failed", "done"] {
         let first = claim_of(state, 1);
         match state {
-            "done" => finish(&one, &first, response.clone()).await,
+            "done" => drop(finish(&one, first.clone(), response.clone()).await),
             _ => drop(one.claim(&first).await.unwrap()),
         }
         if state == "failed" {
@@ -159,7 +148,7 @@ async fn long_responses_go_through_the_lanes_many_at_once() {
         let mut all = JoinSet::new();
         for n in 0..64 {
             let (store, first) = (store.clone(), claim_of(&key(n), n));
-            all.spawn(async move { finish(&store, &first, Some(noise(300 * 1024, n))).await });
+            all.spawn(async move { finish(&store, first, Some(noise(300 * 1024, n))).await });
         }
         all.join_all().await;
         // Each is asked for twice, looked at without being asked for, and by another payload.

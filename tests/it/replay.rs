@@ -35,7 +35,7 @@ use tower_dedupe::{
 };
 
 use crate::support::{
-    claims::event,
+    claims::{event, noise},
     postgres::{self, Schema},
 };
 
@@ -349,8 +349,7 @@ async fn bodies_up_to_the_limit_are_stored_and_none_beyond<St: ClaimStore>(store
     const LIMIT: usize = 256 * 1024;
     let layer = replaying(store);
     // Of no pattern, so that no compression makes it short.
-    let noise: Bytes =
-        (0..2 * LIMIT as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let noise = noise(2 * LIMIT, 0);
     let lengths = [0, 1, LIMIT - 1, LIMIT, LIMIT + 1, 2 * LIMIT];
     for (n, length) in lengths.into_iter().enumerate() {
         for pieces in [1, 7] {
@@ -687,33 +686,4 @@ async fn in_transaction_mode_the_response_is_part_of_the_transaction() {
     let orders = "SELECT count(*) FROM orders";
     assert_eq!(db.client().await.query_one(orders, &[]).await.unwrap().get::<_, i64>(0), 1);
     assert_eq!(runs.load(Ordering::SeqCst), 3);
-}
-
-/// A transaction that is under way is seen by nobody else; this process knows its payload.
-#[tokio::test(flavor = "multi_thread")]
-async fn in_transaction_mode_a_payload_under_way_in_this_process_is_compared() {
-    let gate = Arc::new(tokio::sync::Semaphore::new(0));
-    let (begun, mut has_begun) = mpsc::channel(1);
-    let work = {
-        let gate = gate.clone();
-        move |_: Request<DedupeBody<Full<Bytes>>>| {
-            let (gate, begun) = (gate.clone(), begun.clone());
-            async move {
-                begun.send(()).await.unwrap();
-                gate.acquire().await.unwrap().forget();
-                Ok::<_, Infallible>(Response::new(Given::whole("done")))
-            }
-        }
-    };
-    let store = postgres::schema().await.store().await;
-    let layer = replaying(store).fingerprint(Fingerprint::Body).transactional();
-    let service = layer.layer(service_fn(work));
-    let first = tokio::spawn(service.clone().oneshot(request("k")));
-    has_begun.recv().await.unwrap();
-    let mut other = request("k");
-    *other.body_mut() = Full::from("other");
-    assert_eq!(service.clone().oneshot(other).await.unwrap().status(), 422);
-    assert_eq!(service.clone().oneshot(request("k")).await.unwrap().status(), 503);
-    gate.add_permits(1);
-    assert_eq!(first.await.unwrap().unwrap().status(), 200);
 }

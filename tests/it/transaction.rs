@@ -31,14 +31,15 @@ use tokio::{
 use tokio_postgres::types::Type;
 use tower::{Layer, ServiceExt};
 use tower_dedupe::{
-    ClaimInfo, ClaimStore, ConfigError, DedupeBody, DedupeLayer, Deduplicator, InProgress,
-    KeySource, Outcome, PgStore, RunError, StoreDown, Transaction, TransactionError,
+    ClaimInfo, ClaimStore, ConfigError, DedupeBody, DedupeLayer, Deduplicator, Duplicate,
+    Fingerprint, InProgress, KeySource, Outcome, PgStore, RunError, StoreDown, Transaction,
+    TransactionError,
     claim::{Claim, ClaimOutcome, State},
     store::{Completion, NotCommittedKind, PgStoreBuilder},
 };
 
 use crate::support::{
-    claims::{MINUTE, event},
+    claims::{MINUTE, claim_of, event},
     cut::{Moment, Proxy, Traffic},
     http::{self, Answer},
     postgres::{self, Schema},
@@ -1130,4 +1131,192 @@ async fn the_lock_of_a_key_is_tried_and_not_waited_for() {
     shop.takes(address, "2").await;
     client.batch_execute(&locked("pg_advisory_unlock")).await.unwrap();
     shop.takes(address, "1").await;
+}
+
+impl Shop {
+    /// The layer that compares payloads and gives the first response again.
+    fn strict_layer(&self) -> DedupeLayer {
+        self.layer().duplicate(Duplicate::Replay).fingerprint(Fingerprint::Body)
+    }
+
+    /// Whether a key's row has a payload, and its response.
+    async fn kept(&self, key: &str) -> Option<(Option<Vec<u8>>, Option<Vec<u8>>)> {
+        let kept = "SELECT fingerprint, response FROM processed_events WHERE event_key = $1";
+        let rows = self.schema.client().await.query(kept, &[&key]).await.unwrap();
+        rows.first().map(|row| (row.get(0), row.get(1)))
+    }
+}
+
+impl Address {
+    async fn deliver_body(self, key: &str, wish: &str, body: &str) -> Answer {
+        http::post(self.0, "/", &[("x-id", key), ("x-demo", wish)], body.to_owned()).await
+    }
+
+    /// The order's response again, and no other order.
+    async fn gives_again(self, key: &str, body: &str, first: &Answer) {
+        let again = self.deliver_body(key, "", body).await;
+        assert_eq!((again.status, &again.body), (first.status, &first.body), "{key}");
+        assert_eq!(again.header("x-order"), first.header("x-order"), "{key}");
+        assert_eq!(again.header("idempotency-replayed"), Some("true"), "{key}");
+    }
+
+    async fn refuses(self, key: &str, body: &str) {
+        let answer = self.deliver_body(key, "", body).await;
+        let told = (answer.status, answer.header("dedupe-status"));
+        assert_eq!(told, (StatusCode::UNPROCESSABLE_ENTITY, Some("key-conflict")), "{key}");
+    }
+}
+
+/// Takes an order, with a response of its own.
+async fn confirm_order(info: ClaimInfo, order: Transaction, headers: HeaderMap) -> Response {
+    let (key, attempt) = (info.key().to_owned(), info.attempt());
+    let answer = take_order(info, order, headers).await;
+    let (status, body) = (answer.status(), format!("{key}\0{}", "order ".repeat(2000)));
+    (status, [("x-order", attempt.to_string())], body).into_response()
+}
+
+#[tokio::test]
+async fn payload_and_response_are_committed_with_the_order() {
+    for named in [false, true] {
+        let shop = Shop::with(|builder| builder.named_statements(named)).await;
+        let address = serve(shop.strict_layer(), confirm_order).await;
+        let first = address.deliver_body("1", "", "a").await;
+        assert_eq!((first.status, first.header("x-order")), (StatusCode::CREATED, Some("1")));
+        let (payload, response) = shop.kept("1").await.unwrap();
+        assert_eq!(payload.map(|hash| hash.len()), Some(32));
+        assert!(response.unwrap().ends_with(&first.body));
+        // Here, in another process, and in the other mode.
+        let elsewhere = Shop {
+            store: shop.schema.builder().connect(shop.schema.url()).await.unwrap(),
+            schema: shop.schema,
+        };
+        let in_lease_mode = DedupeLayer::new(shop.store, KeySource::header("x-id").unwrap())
+            .scope("s")
+            .duplicate(Duplicate::Replay)
+            .fingerprint(Fingerprint::Body);
+        let unused = async || StatusCode::IM_A_TEAPOT;
+        for address in [
+            address,
+            serve(elsewhere.strict_layer(), confirm_order).await,
+            serve(in_lease_mode, unused).await,
+        ] {
+            address.gives_again("1", "a", &first).await;
+            address.refuses("1", "b").await;
+        }
+        assert_eq!(elsewhere.orders("1").await, 1);
+        // Who does not ask is given no response.
+        let plain = serve(elsewhere.layer(), confirm_order).await.deliver("1", "").await;
+        assert_eq!((plain.status, plain.body.len()), (StatusCode::CREATED, 0));
+    }
+}
+
+#[tokio::test]
+async fn payload_and_response_are_rolled_back_with_the_order() {
+    let shop = Shop::open().await;
+    let receipt = "INSERT INTO receipts VALUES ('the same')";
+    shop.schema.client().await.batch_execute(receipt).await.unwrap();
+    let address = serve(shop.strict_layer(), confirm_order).await;
+    for wish in ["fail", "error", "swallow", "roll back", "commit", "receipt"] {
+        let failed = address.deliver_body(wish, wish, "a").await;
+        assert!(failed.status.is_server_error(), "{wish}");
+        // What the work has committed itself is undone as far as the key goes.
+        let kept = shop.kept(wish).await;
+        let claim_stays = wish == "commit";
+        assert_eq!(kept.is_some(), claim_stays, "{wish}");
+        assert!(kept.is_none_or(|(_, response)| response.is_none()), "{wish}");
+        let corrected = address.deliver_body(wish, "", "b").await;
+        assert_eq!(corrected.status, StatusCode::CREATED, "{wish}");
+        address.gives_again(wish, "b", &corrected).await;
+        address.refuses(wish, "a").await;
+    }
+    // What was there before stays as it was.
+    let before = claim_of("before", 1);
+    shop.store.claim(&before).await.unwrap();
+    shop.store.fail(&before.key, before.token, MINUTE).await.unwrap();
+    let was = shop.kept("before").await.unwrap();
+    assert_eq!(was, (Some(vec![1; 32]), None));
+    assert!(address.deliver_body("before", "fail", "a").await.status.is_server_error());
+    assert_eq!(shop.kept("before").await.unwrap(), was);
+    let taken = address.deliver_body("before", "", "a").await;
+    assert_eq!(taken.header("x-order"), Some("2"));
+    address.refuses("before", "b").await;
+    shop.is_whole().await;
+}
+
+#[tokio::test]
+async fn another_payload_of_a_key_at_work_here_is_told_so_without_a_connection() {
+    // The work has the only one.
+    let settings = |b: PgStoreBuilder| b.pool_size(1).timeout(Duration::from_millis(500));
+    let shop = Shop::with(settings).await;
+    let (started, mut starts) = mpsc::unbounded_channel();
+    let (ends, gate) = mpsc::unbounded_channel();
+    let gate = Arc::new(Mutex::new(gate));
+    let wait = async move |info: ClaimInfo, order: Transaction| {
+        order.execute(INSERT, &[&info.key()]).await.unwrap();
+        started.send(()).unwrap();
+        gate.lock().await.recv().await.unwrap()
+    };
+    let address = serve(shop.strict_layer(), wait).await;
+    let elsewhere = shop.schema.builder().connect(shop.schema.url()).await.unwrap();
+    let elsewhere = DedupeLayer::new(elsewhere, KeySource::header("x-id").unwrap())
+        .scope("s")
+        .transactional()
+        .fingerprint(Fingerprint::Body);
+    let elsewhere = serve(elsewhere, confirm_order).await;
+    let is_in_progress = |answer: &Answer| {
+        assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(answer.header("dedupe-status"), Some("in-progress"));
+    };
+    let key = "1";
+    for end in [StatusCode::BAD_GATEWAY, StatusCode::CREATED] {
+        let working = tokio::spawn(async move { address.deliver_body(key, "", "a").await });
+        starts.recv().await.unwrap();
+        for _ in 0..3 {
+            address.refuses(key, "b").await;
+            is_in_progress(&address.deliver_body(key, "", "a").await);
+        }
+        // What is not committed is not known elsewhere: whichever it is, it comes back.
+        for body in ["a", "b"] {
+            is_in_progress(&elsewhere.deliver_body(key, "", body).await);
+        }
+        ends.send(end).unwrap();
+        assert_eq!(working.await.unwrap().status, end);
+    }
+    for address in [address, elsewhere] {
+        address.refuses(key, "b").await;
+    }
+    assert_eq!(shop.orders(key).await, 1);
+}
+
+#[tokio::test]
+async fn a_committed_response_is_given_without_the_database() {
+    let proxy = Arc::new(Proxy::before(postgres::shared().port()).await);
+    let settings = |b: PgStoreBuilder| b.pool_size(1).done_cache(1000, MINUTE);
+    let shop =
+        Shop::at(postgres::schema().await, settings, |url| proxy.instead_of_host(&url)).await;
+    let cut = proxy.clone();
+    let confirm = async move |info: ClaimInfo, order: Transaction, headers: HeaderMap| {
+        if info.key() == "cut" {
+            // The done mark is the first write from here on, the COMMIT the second.
+            order.execute(INSERT, &[&info.key()]).await.unwrap();
+            cut.cut_at(2, Moment::BeforeTheAnswer);
+            return (StatusCode::CREATED, [("x-order", "1")], "cut").into_response();
+        }
+        confirm_order(info, order, headers).await
+    };
+    let address = serve(shop.strict_layer(), confirm).await;
+    for key in ["answered", "cut"] {
+        let first = address.deliver_body(key, "", "a").await;
+        assert_eq!(first.status, StatusCode::CREATED);
+        assert_eq!(shop.orders(key).await, 1);
+        let (_, response) = shop.kept(key).await.unwrap();
+        assert!(response.unwrap().ends_with(&first.body));
+        let before = proxy.round_trips();
+        for _ in 0..3 {
+            address.gives_again(key, "a", &first).await;
+            address.refuses(key, "b").await;
+        }
+        assert_eq!(proxy.round_trips(), before, "{key}");
+    }
+    assert!(proxy.cuts_no_more());
 }

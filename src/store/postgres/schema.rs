@@ -132,7 +132,8 @@ BEGIN
     END IF;
 
     IF installed < 2 THEN
-        -- Rows that have neither are as long as before.
+        -- Rows that have neither are as long as before; one in which nothing was null is longer by
+        -- the eight bytes that say so.
         ALTER TABLE {name}
             ADD COLUMN fingerprint bytea,
             ADD COLUMN response bytea;

@@ -4,8 +4,8 @@ use std::{error::Error, time::Duration};
 
 use bytes::Bytes;
 use tower_dedupe::{
-    EventKey, Scope,
-    claim::{Claim, ClaimOutcome, PayloadHash},
+    ClaimStore, EventKey, Scope,
+    claim::{Claim, ClaimOutcome, Held, PayloadHash},
     store::Completion,
 };
 
@@ -34,6 +34,19 @@ pub fn noise(length: usize, seed: usize) -> Bytes {
         Some(state as u8)
     });
     bytes.take(length).collect()
+}
+
+/// What a claim hears of a key that is done with status 200.
+pub fn done_with(response: Option<Bytes>) -> ClaimOutcome {
+    ClaimOutcome::Done { status: Some(200), response }
+}
+
+/// Claims a key and marks it done.
+pub async fn finish(store: &impl ClaimStore, first: Claim, response: Option<Bytes>) -> Claim {
+    assert!(matches!(store.claim(&first).await.unwrap(), ClaimOutcome::Claimed { .. }));
+    let completion = done().with_response(response);
+    assert_eq!(store.complete(&first.key, first.token, completion).await.unwrap(), Held::Yes);
+    first
 }
 
 /// A done mark with status 200.
