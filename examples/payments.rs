@@ -14,21 +14,7 @@
 #![allow(clippy::print_stdout, reason = "it talks to the person who runs it")]
 #![allow(unreachable_pub, reason = "its modules are its own")]
 
-#[path = "support/failure.rs"]
-#[allow(dead_code, reason = "the transactional example uses more of it")]
-mod failure;
-#[path = "support/server.rs"]
-mod server;
-#[path = "support/start.rs"]
-mod start;
-#[path = "support/supervisor.rs"]
-#[allow(dead_code, reason = "the quickstart uses more of it")]
-mod supervisor;
-#[path = "support/throwaway.rs"]
-#[allow(dead_code, reason = "tests use more of it")]
-mod throwaway;
-#[path = "support/wish.rs"]
-mod wish;
+mod support;
 
 use std::{process::ExitCode, time::Duration};
 
@@ -43,9 +29,10 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 use tower_dedupe::{ClaimInfo, DedupeLayer, PgStore};
 
-use self::{
+use self::support::{
     failure::Failure,
-    server::{Fault, lease},
+    server::{self, Fault, lease},
+    start, wish,
 };
 
 #[tokio::main]

@@ -19,15 +19,7 @@
 mod client;
 #[path = "support/demo.rs"]
 mod demo;
-#[path = "support/server.rs"]
-mod server;
-#[path = "support/supervisor.rs"]
-mod supervisor;
-#[path = "support/throwaway.rs"]
-#[allow(dead_code, reason = "tests use more of it")]
-mod throwaway;
-#[path = "support/wish.rs"]
-mod wish;
+mod support;
 
 use std::{
     env,
@@ -47,9 +39,11 @@ use tower_dedupe::{
     ClaimInfo, ClaimStore, DedupeLayer, Deduplicator, KeySource, MemoryStore, PgStore,
 };
 
-use self::{
-    server::{Fault, lease, port, with_sources},
+use self::support::{
+    server::{self, Fault, lease, port, with_sources},
+    supervisor,
     throwaway::{Durability, Throwaway},
+    wish,
 };
 
 #[tokio::main]

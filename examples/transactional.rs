@@ -16,20 +16,7 @@
 #![allow(clippy::print_stdout, reason = "it talks to the person who runs it")]
 #![allow(unreachable_pub, reason = "its modules are its own")]
 
-#[path = "support/failure.rs"]
-mod failure;
-#[path = "support/server.rs"]
-mod server;
-#[path = "support/start.rs"]
-mod start;
-#[path = "support/supervisor.rs"]
-#[allow(dead_code, reason = "the quickstart uses more of it")]
-mod supervisor;
-#[path = "support/throwaway.rs"]
-#[allow(dead_code, reason = "tests use more of it")]
-mod throwaway;
-#[path = "support/wish.rs"]
-mod wish;
+mod support;
 
 use std::{env, process::ExitCode};
 
@@ -42,9 +29,10 @@ use axum::{
 use serde_json::Value;
 use tower_dedupe::{ClaimInfo, DedupeLayer, KeySource, PgStore, Transaction};
 
-use self::{
+use self::support::{
     failure::Failure,
-    server::{Fault, lease},
+    server::{self, Fault, lease},
+    start, wish,
 };
 
 #[tokio::main]

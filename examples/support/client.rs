@@ -42,7 +42,8 @@ pub async fn try_post(
     try_request(to, "POST", path, headers, body).await
 }
 
-/// The same with another method.
+/// The same with another method. An answer that does not come is an error, so that nobody waits for
+/// ever.
 pub async fn try_request(
     to: SocketAddr,
     method: &str,
@@ -50,12 +51,18 @@ pub async fn try_request(
     headers: &[(&str, &str)],
     body: impl Into<Bytes>,
 ) -> io::Result<Answer> {
-    bounded(send(to, method, path, headers, body)).await
+    let mut request = Request::builder().method(method).uri(path).header("host", to.to_string());
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let request = request.body(Full::new(body.into())).unwrap();
+    let sent = timeout(PATIENCE, send(to, request)).await;
+    sent.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
 /// Reads a resource.
 pub async fn get(from: SocketAddr, path: &str) -> Answer {
-    bounded(send(from, "GET", path, &[], "")).await.expect("the server did not answer")
+    try_request(from, "GET", path, &[], "").await.expect("the server did not answer")
 }
 
 /// Sends a request and closes the connection after a while without having read an answer. Gives
@@ -70,27 +77,11 @@ pub async fn post_and_hang_up(
     timeout(after, post(to, path, headers, body)).await.ok()
 }
 
-/// An answer that does not come is an error, so that nobody waits for ever.
-async fn bounded(sending: impl Future<Output = io::Result<Answer>>) -> io::Result<Answer> {
-    timeout(PATIENCE, sending).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
-}
-
-async fn send(
-    to: SocketAddr,
-    method: &str,
-    path: &str,
-    headers: &[(&str, &str)],
-    body: impl Into<Bytes>,
-) -> io::Result<Answer> {
+async fn send(to: SocketAddr, request: Request<Full<Bytes>>) -> io::Result<Answer> {
     let stream = TcpStream::connect(to).await?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
-    let mut request = Request::builder().method(method).uri(path).header("host", to.to_string());
-    for (name, value) in headers {
-        request = request.header(*name, *value);
-    }
-    let request = request.body(Full::new(body.into())).unwrap();
     // Both on this task: dropped together, they close the connection.
     let exchange = async {
         let (parts, body) = sender.send_request(request).await?.into_parts();

@@ -3,36 +3,12 @@
 use std::time::Duration;
 
 use serde_json::Value;
-use tokio::{
-    task::spawn_blocking,
-    time::{Instant, sleep},
-};
+use tokio::time::{Instant, sleep};
 
 use crate::support::{
     http::{Answer, get, post, post_and_hang_up, try_post},
-    postgres,
-    process::Example,
-    throwaway::Throwaway,
+    process::{Example, LEASE, OnDatabase},
 };
-
-const LEASE: Duration = Duration::from_secs(2);
-
-/// The example on a durable database of the test's own.
-struct Payments {
-    url: String,
-    _database: Throwaway,
-}
-
-impl Payments {
-    async fn new() -> Self {
-        let database = spawn_blocking(postgres::own).await.unwrap();
-        Self { url: database.url(), _database: database }
-    }
-
-    async fn start(&self) -> Example {
-        Example::start("payments", &[("DATABASE_URL", &self.url), ("LEASE", "2s")]).await
-    }
-}
 
 async fn pay(to: &Example, headers: &[(&str, &str)], body: &'static str) -> Answer {
     post(to.address, "/payments", headers, body).await
@@ -61,7 +37,7 @@ const K1: (&str, &str) = ("idempotency-key", "\"k-1\"");
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_request_that_is_sent_again_pays_once_and_hears_the_same() {
-    let (payments_api, headers) = (Payments::new().await, [K1]);
+    let (payments_api, headers) = (OnDatabase::of("payments").await, [K1]);
     let api = payments_api.start().await;
     let first = pay(&api, &headers, ORDER).await;
     assert_eq!(first.header("idempotency-replayed"), None);
@@ -101,7 +77,7 @@ async fn a_request_that_is_sent_again_pays_once_and_hears_the_same() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_two_at_once_one_pays_and_the_other_hears_of_it() {
-    let api = Payments::new().await;
+    let api = OnDatabase::of("payments").await;
     let api = api.start().await;
     // Slower than the lease: it is renewed.
     let slow = [K1, ("x-demo", "slow:2.5")];
@@ -125,7 +101,7 @@ async fn of_two_at_once_one_pays_and_the_other_hears_of_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_process_that_dies_frees_the_key_after_its_lease() {
-    let api = Payments::new().await;
+    let api = OnDatabase::of("payments").await;
     let process = api.start().await;
     let crash = [K1, ("x-demo", "crash")];
     assert!(try_post(process.address, "/payments", &crash, ORDER).await.is_err());

@@ -14,27 +14,8 @@ use tower_dedupe::{ClaimStore, EventKey, PgStore, Scope};
 use crate::support::{
     http::{Answer, get, post, try_post},
     postgres,
-    process::{self, Example},
+    process::{self, Example, LEASE, OnDatabase},
 };
-
-const LEASE: Duration = Duration::from_secs(2);
-
-/// The quickstart on a durable database of the test's own.
-struct Quickstart {
-    url: String,
-    _database: crate::support::throwaway::Throwaway,
-}
-
-impl Quickstart {
-    async fn new() -> Self {
-        let database = spawn_blocking(postgres::own).await.unwrap();
-        Self { url: database.url(), _database: database }
-    }
-
-    async fn start(&self) -> Example {
-        Example::start("quickstart", &[("DATABASE_URL", &self.url), ("LEASE", "2s")]).await
-    }
-}
 
 async fn fulfilments(of: &Example, key: &str) -> Vec<(String, u64)> {
     let list: Value = serde_json::from_slice(&get(of.address, "/fulfilments").await.body).unwrap();
@@ -68,7 +49,7 @@ async fn until_success(to: &Example, id: &str) -> Answer {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_same_event_twice_has_one_effect() {
-    let quickstart = Quickstart::new().await;
+    let quickstart = OnDatabase::of("quickstart").await;
     let example = quickstart.start().await;
     type Headers<'a> = &'a [(&'a str, &'a str)];
     let routes: [(&str, Headers<'_>, &str, &str); 3] = [
@@ -97,7 +78,7 @@ async fn the_same_event_twice_has_one_effect() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_process_that_dies_between_claim_and_work_does_not_lose_the_event() {
-    let quickstart = Quickstart::new().await;
+    let quickstart = OnDatabase::of("quickstart").await;
     for (id, how) in [("evt_crash", "crash"), ("evt_kill", "slow:60")] {
         let example = quickstart.start().await;
         let claimed = Instant::now();

@@ -5,8 +5,11 @@ use std::{env, net::SocketAddr, path::PathBuf, process::Stdio, time::Duration};
 use tokio::{
     io::{AsyncBufReadExt, BufReader, Lines},
     process::{Child, ChildStdout, Command},
+    task::spawn_blocking,
     time::timeout,
 };
+
+use super::{postgres, throwaway::Throwaway};
 
 /// A running example.
 #[derive(Debug)]
@@ -55,6 +58,28 @@ impl Example {
         ended.unwrap().code()
     }
 }
+
+/// An example whose durable database outlives its processes.
+pub struct OnDatabase {
+    example: &'static str,
+    pub url: String,
+    _database: Throwaway,
+}
+
+impl OnDatabase {
+    pub async fn of(example: &'static str) -> Self {
+        let database = spawn_blocking(postgres::own).await.unwrap();
+        Self { example, url: database.url(), _database: database }
+    }
+
+    /// Starts a process, with a lease of [`LEASE`].
+    pub async fn start(&self) -> Example {
+        Example::start(self.example, &[("DATABASE_URL", &self.url), ("LEASE", "2s")]).await
+    }
+}
+
+/// Of processes that are killed.
+pub const LEASE: Duration = Duration::from_secs(2);
 
 /// An example, built together with the tests.
 pub fn command(name: &str) -> Command {
