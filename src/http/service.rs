@@ -324,27 +324,27 @@ where
                 Err(error) => return (Err(error), Verdict::Failed),
             };
             let config = &ready.config;
-            if !config.success.is(&head) {
-                return (Ok(Response::from_parts(head, DedupeBody::inner(body))), Verdict::Failed);
-            }
             let status = Some(head.status.as_u16());
             let done = |response| Verdict::Done { status, response };
-            if config.duplicate != Duplicate::Replay {
-                return (Ok(Response::from_parts(head, DedupeBody::inner(body))), done(None));
-            }
-            match config.replay.take_down(&head, body).await {
-                Taken::Down(body, stored) => {
-                    (Ok(Response::from_parts(head, body)), done(Some(stored)))
+            let (body, verdict) = if !config.success.is(&head) {
+                (DedupeBody::inner(body), Verdict::Failed)
+            } else if config.duplicate != Duplicate::Replay {
+                (DedupeBody::inner(body), done(None))
+            } else {
+                match config.replay.take_down(&head, body).await {
+                    Taken::Down(body, stored) => (body, done(Some(stored))),
+                    Taken::Not(body) => (body, done(None)),
+                    Taken::Broken => {
+                        tracing::error!(
+                            source = %config.source,
+                            "the handler succeeded, but its response's body broke off and is not \
+                             stored",
+                        );
+                        return (Ok(config.refused(Refusal::ResponseUnreadable)), done(None));
+                    }
                 }
-                Taken::Not(body) => (Ok(Response::from_parts(head, body)), done(None)),
-                Taken::Broken => {
-                    tracing::error!(
-                        source = %config.source,
-                        "the handler succeeded, but its response's body broke off and is not stored",
-                    );
-                    (Ok(config.refused(Refusal::ResponseUnreadable)), done(None))
-                }
-            }
+            };
+            (Ok(Response::from_parts(head, body)), verdict)
         }
     }
 }

@@ -192,17 +192,19 @@ impl Shared {
             let had: bool = row.try_get("had").map_err(unreadable)?;
             let status: Option<&str> = row.try_get("status").map_err(unreadable)?;
             let seen = status.map(|_| found(row)).transpose()?;
-            if let Some(seen) = seen.as_ref().filter(|seen| seen.is_done()) {
-                let done = seen.done(claim.replay);
-                self.done.keep(&claim.key, done, seen.retention_left, as_of);
+            if let Some(seen) = &seen {
+                self.keep_if_done(claim, seen, as_of);
             }
             let answer = seen.map(|seen| claim::on_claim(Some(&seen.seen_by(claim))));
             match (had, answer) {
                 (true, Some(OnClaim::Answer(ClaimOutcome::Claimed { attempt }))) => {
                     return Ok(Step::Claimed { attempt, transaction_id: transaction_id(row)? });
                 }
-                (false, None | Some(OnClaim::Take { .. }))
-                | (false, Some(OnClaim::Answer(ClaimOutcome::Claimed { .. }))) => {
+                (
+                    false,
+                    None
+                    | Some(OnClaim::Take { .. } | OnClaim::Answer(ClaimOutcome::Claimed { .. })),
+                ) => {
                     return Ok(Step::No(HELD_BY_A_TRANSACTION));
                 }
                 (_, Some(OnClaim::Answer(answer))) => return Ok(Step::No(answer)),

@@ -8,7 +8,7 @@ use tokio_postgres::{Row, types::Type};
 
 use super::{
     Shared,
-    cache::Done,
+    cache::{AsOf, Done},
     lanes::{self, Lane, Operation},
     session::{Ask, Failure, Param, jitter},
     statements::{Bounds, Commit},
@@ -42,10 +42,7 @@ impl Shared {
             let (attempt, lease_left) = match claim::on_claim(Some(&row)) {
                 OnClaim::Answer(ClaimOutcome::Claimed { attempt }) => (attempt, row.lease_left),
                 OnClaim::Answer(answer) => {
-                    if found.is_done() {
-                        let done = found.done(claim.replay);
-                        self.done.keep(&claim.key, done, found.retention_left, as_of);
-                    }
+                    self.keep_if_done(claim, &found, as_of);
                     return Ok(answer);
                 }
                 OnClaim::Take { .. } => {
@@ -72,6 +69,19 @@ impl Shared {
         }
         Err(StoreError::new(StoreErrorKind::Conflict, Look::ATTEMPTED)
             .with_source("the row came and went each time it was looked at"))
+    }
+
+    /// Keeps in mind what a claim has read of a key that is done: with its response, if it asked for
+    /// that.
+    pub(super) fn keep_if_done(&self, claim: &Claim, found: &Found, as_of: AsOf) {
+        if found.row.state == State::Done && !found.row.expired {
+            let done = Done {
+                status: found.row.response_status,
+                fingerprint: found.fingerprint,
+                response: claim.replay.then(|| found.row.response.clone()),
+            };
+            self.done.keep(&claim.key, done, found.retention_left, as_of);
+        }
     }
 
     /// Inserts or reads a key.
@@ -295,7 +305,7 @@ pub(super) struct Found {
     fingerprint: Option<PayloadHash>,
     row: claim::Row,
     /// Zero for one that it has made.
-    pub(super) retention_left: Duration,
+    retention_left: Duration,
 }
 
 impl Found {
@@ -305,20 +315,6 @@ impl Found {
             other_payload: claim.is_other_payload(self.fingerprint),
             response: self.row.response.clone().filter(|_| claim.replay),
             ..self.row.clone()
-        }
-    }
-
-    pub(super) fn is_done(&self) -> bool {
-        self.row.state == State::Done && !self.row.expired
-    }
-
-    /// What there is to know of a done key, as a claim has read it that asked for the response or
-    /// did not.
-    pub(super) fn done(&self, replay: bool) -> Done {
-        Done {
-            status: self.row.response_status,
-            fingerprint: self.fingerprint,
-            response: replay.then(|| self.row.response.clone()),
         }
     }
 }

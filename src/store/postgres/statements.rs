@@ -84,12 +84,7 @@ impl Statements {
                 new = new("token", "fingerprint"),
                 there = there("asked.replay"),
             ),
-            // Takes a key that is free: failed, its lease over and its payload no other, or its
-            // retention over.
-            //
-            // Parameters: as `claim`, without the last. Rows: attempt and what is left of the lease;
-            // none if the key is not free (any more): look again. Locks: the row's, waited for up to the lock
-            // timeout; after the wait the condition is looked at again. Index: the primary key.
+            // Takes a key that is free; see the function.
             take: take(&table, ""),
             // Ends a claim: marks it done, or frees it. A done mark that is asked for again finds
             // itself and stays as it is.
@@ -353,6 +348,8 @@ pub(super) fn releasing(savepoint: u32) -> String {
 /// Parameters: as `claim`, without the last. Rows: attempt and what is left of the lease; none if the
 /// key is not free (any more): look again. Locks: the row's, waited for up to the lock timeout; after
 /// the wait the condition is looked at again. Index: the primary key.
+///
+/// A fingerprint that is not as long as ours is none that could be compared.
 fn take(table: &str, and: &str) -> String {
     format!(
         "UPDATE {table}
